@@ -1,0 +1,1 @@
+"""The built-in backends; each package declares here what `mla_index.registry.Backend` asks."""

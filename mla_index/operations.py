@@ -1,0 +1,538 @@
+"""The public operations: check, allocate, launch.
+
+What a configuration fixes is checked and selected once and kept as a plan; a call then looks its
+plan up, checks what may differ from call to call (shapes, strides, devices, overlaps, scalars) and
+launches. `docs/operations.md` has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from mla_index import checks, selector
+from mla_index.selector import Names
+from mla_index.specs import (
+    DTYPE_MAX,
+    INT32_MAX,
+    INT64_MAX,
+    Dcp,
+    PrefillWorkspace,
+    RemapSpec,
+    SafeLengthsSpec,
+    Spec,
+    index_dtype,
+    integer,
+)
+from mla_index.views import FlatRows
+
+
+class Remapped(NamedTuple):
+    """Result of `remap` and `dcp_filter`.
+
+    Args:
+        slots: `[T, K]`, rows of the flat cache, `pad` where there is none.
+        counts: int32 `[T]`, valid entries of each row, or None when not asked for.
+        lengths: int32 `[T]`, `max(counts, 1)`, or None when not asked for.
+    """
+
+    slots: Tensor
+    counts: Tensor | None
+    lengths: Tensor | None
+
+
+class _Plan:
+    """What a configuration fixes. The kernel is resolved by the first call that has work."""
+
+    __slots__ = ("backend", "counts", "device", "launch", "lengths", "op", "slot_dtype", "spec")
+
+    def __init__(
+        self, op: str, spec: RemapSpec | SafeLengthsSpec, device: torch.device, backend: Names
+    ) -> None:
+        selector.check_names(backend)
+        self.op = op
+        self.spec: Spec = spec
+        self.device = device
+        self.backend = backend
+        self.launch: Callable[..., object] | None = None
+        self.slot_dtype = spec.slot_dtype
+        self.counts = isinstance(spec, RemapSpec) and spec.counts
+        self.lengths = isinstance(spec, RemapSpec) and spec.safe_lengths
+
+    def resolve(self) -> Callable[..., object]:
+        self.launch = selector.choose(self.op, self.spec, self.device, self.backend).kernel.launch
+        return self.launch
+
+
+_plans: dict[tuple[object, ...], _Plan] = {}
+selector.on_change(_plans.clear)
+
+
+def remap(
+    req_id: Tensor | None,
+    block_table: Tensor,
+    token_indices: Tensor,
+    *,
+    block_size: int,
+    block_stride_rows: int | None = None,
+    request_rows: Tensor | None = None,
+    token_limits: Tensor | None = None,
+    workspace: PrefillWorkspace | None = None,
+    dcp: Dcp | None = None,
+    num_slots: int | None = None,
+    compact: bool = False,
+    counts: bool = False,
+    safe_lengths: bool = False,
+    pad: int = -1,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    counts_out: Tensor | None = None,
+    lengths_out: Tensor | None = None,
+    backend: Names = "auto",
+) -> Remapped:
+    """Turn the token numbers that each query row selected into rows (slots) of the flat cache.
+
+    An entry is valid if its token is not negative, below its row's limit, this rank's (under
+    `dcp`), in an allocated block within the table, and its slot within the bounds; every other
+    entry becomes `pad`. Inputs are int32 or int64, each on its own, with any strides; no value in
+    them can make the call read or write out of bounds. Nothing waits for the device.
+
+    Args:
+        req_id: `[T]`, the request of each row; None: row `t` is request `t`. A request outside
+            the table (a padding row's -1 or stale id) makes its whole row invalid.
+        block_table: `[R, W]`, block numbers; negative: not allocated.
+        token_indices: `[T, K]`, request-local token numbers; negative: nothing.
+        block_size: tokens in a block, at least 1.
+        block_stride_rows: rows of the flat cache from one block to the next, at least
+            `block_size` (the default); more when other layers' pages lie between.
+        request_rows: `[n]`, maps a request id to its row of the table.
+        token_limits: `[T]`; tokens at or beyond a row's limit are invalid.
+        workspace: rows that read the gathered prefill workspace instead of the paged cache.
+        dcp: this rank's share under decode context parallelism.
+        num_slots: rows of the flat cache; a slot at or beyond it is invalid.
+        compact: put the valid slots of a row first, in the order in which they came.
+        counts: return the number of valid entries of each row.
+        safe_lengths: return `max(counts, 1)` and give an empty row the dummy slot 0 in column 0,
+            so that attention never sees an empty row. Needs `compact`; switches `counts` on.
+        pad: what stands for "nothing here".
+        out_dtype: dtype of the slots; by default that of `out`, else of `token_indices`.
+        out: `[T, K]`, last stride 1; may be `token_indices` itself when not compact.
+        counts_out: int32 `[T]`, any stride but 0; giving it switches `counts` on.
+        lengths_out: int32 `[T]`, any stride but 0; giving it switches `safe_lengths` on.
+        backend: a name, an ordered list of names, or `auto`.
+
+    Returns:
+        `Remapped(slots, counts, lengths)`; a given output is returned as itself.
+
+    Raises:
+        ValueError, TypeError: a bad argument, before anything is launched or written.
+        BackendUnavailable, BackendUnsupported, UnknownBackend: no backend can serve the call.
+        NotWarm: a first use inside a CUDA graph capture.
+    """
+    return _remap(
+        "remap", req_id, block_table, token_indices, block_size, block_stride_rows, request_rows,
+        token_limits, workspace, dcp, num_slots, compact, counts, safe_lengths, pad, out_dtype,
+        out, counts_out, lengths_out, backend,
+    )  # fmt: skip
+
+
+def dcp_filter(
+    req_id: Tensor | None,
+    block_table: Tensor,
+    token_indices: Tensor,
+    dcp: Dcp,
+    *,
+    block_size: int,
+    block_stride_rows: int | None = None,
+    request_rows: Tensor | None = None,
+    token_limits: Tensor | None = None,
+    workspace: PrefillWorkspace | None = None,
+    num_slots: int | None = None,
+    compact: bool = True,
+    counts: bool = True,
+    safe_lengths: bool = False,
+    pad: int = -1,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    counts_out: Tensor | None = None,
+    lengths_out: Tensor | None = None,
+    backend: Names = "auto",
+) -> Remapped:
+    """This rank's share of a global selection: `remap` under `dcp`, compacted and counted.
+
+    The valid sets of all ranks partition the valid global selection, and each keeps its order.
+    `block_table` is this rank's own, covering its share of each request.
+
+    Args, returns, raises: as `remap`.
+    """
+    if dcp is None:
+        raise TypeError("dcp must be a mla_index.Dcp, got NoneType")
+    return _remap(
+        "dcp_filter", req_id, block_table, token_indices, block_size, block_stride_rows,
+        request_rows, token_limits, workspace, dcp, num_slots, compact, counts, safe_lengths, pad,
+        out_dtype, out, counts_out, lengths_out, backend,
+    )  # fmt: skip
+
+
+def _remap(
+    op: str,
+    req_id: Tensor | None,
+    block_table: Tensor,
+    token_indices: Tensor,
+    block_size: int,
+    block_stride_rows: int | None,
+    request_rows: Tensor | None,
+    token_limits: Tensor | None,
+    workspace: PrefillWorkspace | None,
+    dcp: Dcp | None,
+    num_slots: int | None,
+    compact: bool,
+    counts: bool,
+    safe_lengths: bool,
+    pad: int,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    counts_out: Tensor | None,
+    lengths_out: Tensor | None,
+    backend: Names,
+) -> Remapped:
+    # An equal number of another type (True, 64.0) must not find the plan of the right one.
+    if type(block_size) is not int:
+        block_size = integer(block_size, "block_size")
+    if not (type(compact) is bool and type(counts) is bool and type(safe_lengths) is bool):
+        _refuse_flags(compact=compact, counts=counts, safe_lengths=safe_lengths)
+    if type(backend) is not str:
+        backend = tuple(backend)
+    try:
+        rows, topk = token_indices.shape
+        device = token_indices.device
+        key = (
+            op, backend, selector.override(), device, block_size, (topk - 1).bit_length(),
+            token_indices.dtype, block_table.dtype, out_dtype, compact, counts, safe_lengths,
+            None if req_id is None else req_id.dtype,
+            None if request_rows is None else request_rows.dtype,
+            None if token_limits is None else token_limits.dtype,
+            None if workspace is None else (workspace.request_ids.dtype, workspace.starts.dtype),
+            None if dcp is None else (dcp.size, dcp.interleave),
+            None if out is None else out.dtype,
+            counts_out is None, lengths_out is None,
+        )  # fmt: skip
+        plan = _plans.get(key)
+    except (AttributeError, TypeError, ValueError):
+        plan = None
+    if plan is None:
+        plan = _plan_remap(
+            op, req_id, block_table, token_indices, block_size, request_rows, token_limits,
+            workspace, dcp, compact, counts, safe_lengths, out_dtype, out, counts_out,
+            lengths_out, backend,
+        )  # fmt: skip
+        _plans[key] = plan
+
+    # --- what may differ from call to call ---
+    shape = (rows,)
+    if (
+        block_table.dim() != 2
+        or block_table.device != device
+        or (req_id is not None and (req_id.shape != shape or req_id.device != device))
+        or request_rows is not None
+        or token_limits is not None
+        or workspace is not None
+    ):
+        _check_inputs(
+            req_id, block_table, token_indices, request_rows, token_limits, workspace, dcp
+        )
+    slot_dtype = plan.slot_dtype
+    if block_stride_rows is None:
+        block_stride_rows = block_size
+    elif type(block_stride_rows) is not int or not block_size <= block_stride_rows <= INT32_MAX:
+        block_stride_rows = checks.block_stride(block_stride_rows, block_size)
+    if pad != -1 or type(pad) is not int:
+        pad = checks.pad_value(pad, slot_dtype)
+    last_slot = (
+        DTYPE_MAX[slot_dtype]
+        if num_slots is None
+        else checks.last_row(num_slots, "num_slots", slot_dtype)
+    )
+    if out is not None or counts_out is not None or lengths_out is not None:
+        _check_outputs(
+            (req_id, block_table, token_indices, request_rows, token_limits, workspace),
+            out, counts_out, lengths_out, slot_dtype, compact,
+        )  # fmt: skip
+    if plan.lengths and topk == 0 and rows:
+        raise ValueError(
+            f"safe_lengths needs at least one column for the dummy slot, got token_indices of "
+            f"shape {(rows, topk)}"
+        )
+
+    if out is None:
+        out = torch.empty((rows, topk), dtype=slot_dtype, device=device)
+    if counts_out is None and plan.counts:
+        counts_out = torch.empty(shape, dtype=torch.int32, device=device)
+    if lengths_out is None and plan.lengths:
+        lengths_out = torch.empty(shape, dtype=torch.int32, device=device)
+    if rows == 0 or topk == 0:
+        if counts_out is not None:
+            counts_out.zero_()
+        return Remapped(out, counts_out, lengths_out)
+
+    launch = plan.launch or plan.resolve()
+    if workspace is None:
+        launch(
+            req_id, block_table, token_indices, out, counts_out, lengths_out, request_rows,
+            token_limits, None, None, 0 if dcp is None else dcp.rank, block_stride_rows, 0,
+            last_slot, 0, pad,
+        )  # fmt: skip
+    else:
+        launch(
+            req_id, block_table, token_indices, out, counts_out, lengths_out, request_rows,
+            token_limits, workspace.request_ids, workspace.starts,
+            0 if dcp is None else dcp.rank, block_stride_rows, workspace.rank_stride, last_slot,
+            checks.last_row(workspace.num_rows, "workspace.num_rows", slot_dtype), pad,
+        )  # fmt: skip
+    return Remapped(out, counts_out, lengths_out)
+
+
+def _refuse_flags(**flags: object) -> NoReturn:
+    for name, value in flags.items():
+        checks.flag(value, name)
+    raise AssertionError("unreachable: one of the flags is no bool")
+
+
+def _plan_remap(
+    op: str,
+    req_id: Tensor | None,
+    block_table: Tensor,
+    token_indices: Tensor,
+    block_size: int,
+    request_rows: Tensor | None,
+    token_limits: Tensor | None,
+    workspace: PrefillWorkspace | None,
+    dcp: Dcp | None,
+    compact: bool,
+    counts: bool,
+    safe_lengths: bool,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    counts_out: Tensor | None,
+    lengths_out: Tensor | None,
+    backend: Names,
+) -> _Plan:
+    """Check what the configuration fixes: types, dtypes and the parameters of the kernel."""
+    checks.index_tensor(block_table, "block_table")
+    checks.index_tensor(token_indices, "token_indices")
+    checks.dimensions(token_indices, 2, "token_indices", "[T, K]")
+    for name, tensor in (
+        ("req_id", req_id),
+        ("request_rows", request_rows),
+        ("token_limits", token_limits),
+    ):
+        if tensor is not None:
+            checks.index_tensor(tensor, name)
+    if workspace is not None:
+        if not isinstance(workspace, PrefillWorkspace):
+            raise TypeError(
+                f"workspace must be a mla_index.PrefillWorkspace, got {type(workspace).__name__}"
+            )
+        checks.index_tensor(workspace.request_ids, "workspace.request_ids")
+        checks.index_tensor(workspace.starts, "workspace.starts")
+    if dcp is not None and not isinstance(dcp, Dcp):
+        raise TypeError(f"dcp must be a mla_index.Dcp, got {type(dcp).__name__}")
+    return _Plan(
+        op,
+        RemapSpec(
+            block_size=block_size,
+            topk=token_indices.shape[1],
+            token_dtype=token_indices.dtype,
+            table_dtype=block_table.dtype,
+            slot_dtype=_slot_dtype(token_indices, out, out_dtype),
+            dcp_size=1 if dcp is None else dcp.size,
+            dcp_interleave=1 if dcp is None else dcp.interleave,
+            compact=compact,
+            counts=counts or counts_out is not None,
+            safe_lengths=safe_lengths or lengths_out is not None,
+            req_id=req_id is not None,
+            request_rows=request_rows is not None,
+            token_limits=token_limits is not None,
+            workspace=workspace is not None,
+        ),
+        token_indices.device,
+        backend,
+    )
+
+
+def _slot_dtype(
+    token_indices: Tensor, out: Tensor | None, out_dtype: torch.dtype | None
+) -> torch.dtype:
+    if out_dtype is not None:
+        index_dtype(out_dtype, "out_dtype")
+    if out is None:
+        return token_indices.dtype if out_dtype is None else out_dtype
+    checks.index_tensor(out, "out")
+    if out_dtype not in (None, out.dtype):
+        raise TypeError(f"out_dtype and out must agree, got {out_dtype} and out of {out.dtype}")
+    return out.dtype
+
+
+def _check_inputs(
+    req_id: Tensor | None,
+    block_table: Tensor,
+    token_indices: Tensor,
+    request_rows: Tensor | None,
+    token_limits: Tensor | None,
+    workspace: PrefillWorkspace | None,
+    dcp: Dcp | None,
+) -> None:
+    """Shapes and devices of the inputs of `remap`."""
+    rows = token_indices.shape[0]
+    checks.dimensions(block_table, 2, "block_table", "[R, W]")
+    of_rows = {"req_id": req_id, "token_limits": token_limits}
+    free = {"request_rows": request_rows}
+    if workspace is not None:
+        of_rows["workspace.request_ids"] = workspace.request_ids
+        free["workspace.starts"] = workspace.starts
+        size = 1 if dcp is None else dcp.size
+        if size * workspace.rank_stride > INT64_MAX:
+            raise ValueError(
+                f"dcp.size * workspace.rank_stride must be below 2**63, "
+                f"got {size} * {workspace.rank_stride}"
+            )
+    for name, tensor in of_rows.items():
+        if tensor is not None:
+            checks.dimensions(tensor, 1, name, "[T]")
+            if tensor.shape[0] != rows:
+                raise ValueError(
+                    f"{name} and token_indices must cover the same tokens, "
+                    f"got {tensor.shape[0]} and {rows} rows"
+                )
+    for name, tensor in free.items():
+        if tensor is not None:
+            checks.dimensions(tensor, 1, name, "[n]")
+    checks.same_device({"block_table": block_table, **of_rows, **free}, token_indices.device)
+
+
+def _check_outputs(
+    inputs: tuple[
+        Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, PrefillWorkspace | None
+    ],
+    out: Tensor | None,
+    counts_out: Tensor | None,
+    lengths_out: Tensor | None,
+    slot_dtype: torch.dtype,
+    compact: bool,
+) -> None:
+    """Shapes, dtypes, devices, strides and overlaps of the outputs that were given."""
+    req_id, block_table, token_indices, request_rows, token_limits, workspace = inputs
+    shape = tuple(token_indices.shape)
+    if out is not None:
+        checks.output(out, "out", shape, slot_dtype)
+    for name, tensor in (("counts_out", counts_out), ("lengths_out", lengths_out)):
+        if tensor is not None:
+            checks.output(tensor, name, shape[:1], torch.int32)
+    outputs = {"out": out, "counts_out": counts_out, "lengths_out": lengths_out}
+    checks.same_device(outputs, token_indices.device)
+    checks.refuse_overlap(
+        outputs,
+        {
+            "token_indices": token_indices,
+            "block_table": block_table,
+            "req_id": req_id,
+            "request_rows": request_rows,
+            "token_limits": token_limits,
+            "workspace.request_ids": None if workspace is None else workspace.request_ids,
+            "workspace.starts": None if workspace is None else workspace.starts,
+        },
+        in_place=not compact,
+    )
+
+
+def safe_lengths(
+    slots: Tensor, counts: Tensor, *, out: Tensor | None = None, backend: Names = "auto"
+) -> Tensor:
+    """Lengths that attention can take: `max(counts, 1)`, with a dummy slot in empty rows.
+
+    Where `counts <= 0`, `slots[t, 0]` becomes 0 in place, so that an empty row reads one row that
+    exists. `counts` keeps the raw number: neutralise the empty row's output by it.
+
+    Args:
+        slots: int32 or int64 `[T, K]`, any strides but expanded; changed in place.
+        counts: int32 or int64 `[T]`, any strides.
+        out: `[T]` in counts' dtype, any stride but 0.
+        backend: a name, an ordered list of names, or `auto`.
+
+    Returns:
+        The lengths `[T]`, in counts' dtype; `out` if given.
+
+    Raises:
+        ValueError, TypeError: a bad argument, before anything is launched or written.
+        BackendUnavailable, BackendUnsupported, UnknownBackend: no backend can serve the call.
+        NotWarm: a first use inside a CUDA graph capture.
+    """
+    if type(backend) is not str:
+        backend = tuple(backend)
+    checks.index_tensor(slots, "slots")
+    checks.index_tensor(counts, "counts")
+    device = slots.device
+    key = ("safe_lengths", backend, selector.override(), device, slots.dtype, counts.dtype)
+    plan = _plans.get(key)
+    if plan is None:
+        spec = SafeLengthsSpec(slots.dtype, counts.dtype)
+        plan = _plans[key] = _Plan("safe_lengths", spec, device, backend)
+    _check_safe_lengths(slots, counts, out)
+    rows = slots.shape[0]
+    if out is None:
+        out = torch.empty((rows,), dtype=counts.dtype, device=device)
+    if rows:
+        (plan.launch or plan.resolve())(slots, counts, out)
+    return out
+
+
+def _check_safe_lengths(slots: Tensor, counts: Tensor, out: Tensor | None) -> None:
+    checks.dimensions(slots, 2, "slots", "[T, K]")
+    checks.dimensions(counts, 1, "counts", "[T]")
+    rows, topk = slots.shape
+    if counts.shape[0] != rows:
+        raise ValueError(
+            f"counts and slots must cover the same rows, got {counts.shape[0]} and {rows}"
+        )
+    if topk == 0 and rows:
+        raise ValueError(
+            f"slots must have at least one column for the dummy slot, got {tuple(slots.shape)}"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(slots.shape, slots.stride())):  # noqa: B905 (same length)
+        raise ValueError(f"slots must not be expanded, got strides {slots.stride()}")
+    if counts.device != slots.device:
+        raise ValueError(f"counts must be on {slots.device}, where slots are, got {counts.device}")
+    outputs: dict[str, Tensor | None] = {"slots": slots}
+    if out is not None:
+        checks.output(out, "out", (rows,), counts.dtype)
+        if out.device != slots.device:
+            raise ValueError(f"out must be on {slots.device}, where slots are, got {out.device}")
+        outputs["out"] = out
+    checks.refuse_overlap(outputs, {"counts": counts}, in_place=False)
+
+
+def flat_row_view(kv_cache: Tensor, block_size: int, *, backend: Names = "auto") -> FlatRows:
+    """The paged cache as rows `[num_rows, head_dim]`: a view, never a copy.
+
+    Row `b * block_stride_rows + i` is token `i` of block `b`; pages of other layers between the
+    blocks are rows that no slot names. The view holds the block's first `block_size` rows of the
+    last block, and the storage offset is kept.
+
+    Args:
+        kv_cache: `[num_blocks, rows_per_block, head_dim]`, any dtype, rows dense.
+        block_size: rows of a block that hold tokens, in `[1, rows_per_block]`.
+        backend: as for `remap`; a backend without a view of its own is served by torch's.
+
+    Returns:
+        `FlatRows(rows, block_stride_rows)`.
+
+    Raises:
+        ValueError, TypeError: the cache has no flat row view; the message has the numbers.
+        UnknownBackend: the argument names no backend. No setting makes the view fail.
+    """
+    size = checks.dense_rows(kv_cache, block_size)
+    launch = selector.choose("flat_row_view", None, kv_cache.device, backend).kernel.launch
+    return launch(kv_cache, size)  # type: ignore[return-value]

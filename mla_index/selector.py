@@ -1,0 +1,440 @@
+"""Which backend serves a call, and why.
+
+Precedence: the argument `backend=`, then `use_backend`, `set_default_backend`, `MLA_INDEX_BACKEND`,
+and `auto`. Each takes one name or an ordered list. One name is an order: if that backend cannot
+serve the call, the call fails and says why. A list and `auto` move on, but only for a reason known
+before the call; an exception from a kernel always propagates.
+
+A verdict is reached once for a configuration (operation, spec, device, request) and kept until the
+registry, the default or the environment changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from mla_index import registry, settings
+from mla_index.errors import (
+    BackendError,
+    BackendUnavailable,
+    BackendUnsupported,
+    NotWarm,
+    UnknownBackend,
+)
+from mla_index.explanation import Candidate, Explanation
+from mla_index.registry import Backend, Kernel
+from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec
+
+logger = logging.getLogger("mla_index")
+
+Names: TypeAlias = str | Sequence[str]
+"""One backend name, an ordered sequence of names, or `auto`."""
+
+AUTO_ORDER = {
+    "cpu": ("torch",),
+    "cuda": ("triton", "cupy", "numba", "torch"),
+    "hip": ("triton", "torch"),  # a ROCm build of torch calls its devices cuda
+}
+"""What `auto` tries, by device type; see `auto_order` for every other device type."""
+
+
+class Choice(NamedTuple):
+    """A backend that was chosen for a configuration, its kernel, and who was passed over."""
+
+    backend: str
+    kernel: Kernel
+    skipped: dict[str, str]
+
+
+# --- state: what is asked for, and what was found -----------------------------------------------
+
+_lock = threading.RLock()
+_override: ContextVar[tuple[str, ...] | None] = ContextVar("mla_index_backend", default=None)
+_default: tuple[str, ...] | None = None
+_settings: settings.Settings | None = None
+_choices: dict[tuple[str, Spec, torch.device, tuple[str, ...] | None], Choice] = {}
+_kernels: dict[tuple[str, str, Spec, torch.device], Kernel] = {}
+_unavailable: dict[tuple[str, torch.device], str | None] = {}
+_logged: set[tuple[str, str, str]] = set()
+_listeners: list[Callable[[], None]] = []
+
+
+def override() -> tuple[str, ...] | None:
+    """The names that `use_backend` has put in force in this context, or None."""
+    return _override.get()
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call `listener` whenever the same call may have to be served by another backend."""
+    _listeners.append(listener)
+
+
+def _forget_choices() -> None:
+    with _lock:
+        _choices.clear()
+    for listener in _listeners:
+        listener()
+
+
+def _registry_changed() -> None:
+    """A name may now mean another backend; what built-in ones have built and found out stays."""
+    with _lock:
+        for kernel in [key for key in _kernels if key[0] not in registry.BUILT_IN]:
+            del _kernels[kernel]
+        for verdict in [key for key in _unavailable if key[0] not in registry.BUILT_IN]:
+            del _unavailable[verdict]
+    _forget_choices()
+
+
+def _after_fork() -> None:
+    """A child has no right to its parent's kernels and verdicts (the device is lost to it)."""
+    global _lock
+    _lock = threading.RLock()
+    _kernels.clear()
+    _unavailable.clear()
+    _forget_choices()
+
+
+registry.on_change(_registry_changed)
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def set_default_backend(backend: Names | None) -> None:
+    """Use `backend` (one name or an ordered list) in this process wherever nothing nearer is said.
+
+    `None` or `"auto"` takes the default back.
+
+    Raises:
+        UnknownBackend: a name that no backend has.
+    """
+    global _default
+    _default = None if backend is None else _request(backend)
+    _forget_choices()
+
+
+@contextmanager
+def use_backend(backend: Names) -> Iterator[None]:
+    """Use `backend` (one name or an ordered list) inside the `with` block, in this context only.
+
+    Other threads and tasks are not touched. `"auto"` lets `auto` choose whatever is set outside.
+
+    Raises:
+        UnknownBackend: a name that no backend has.
+    """
+    token = _override.set(_request(backend) or ("auto",))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def reload_environment() -> None:
+    """Read `MLA_INDEX_*` again; otherwise they are read once, at first use."""
+    global _settings
+    _settings = None
+    _forget_choices()
+
+
+def _environment() -> settings.Settings:
+    global _settings
+    if _settings is None:
+        read = settings.read()
+        for name in (*read.backend, *read.block):
+            if name != "auto":
+                registry.load(name)
+        _settings = read
+    return _settings
+
+
+def _request(backend: Names) -> tuple[str, ...] | None:
+    """The names as a checked tuple; None for `auto`."""
+    names = (backend,) if isinstance(backend, str) else tuple(backend)
+    if not names:
+        raise ValueError("backend must be a name or a non-empty list of names, got an empty list")
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"backend must be a name or a list of names, got {backend!r}")
+    if names == ("auto",):
+        return None
+    for name in names:
+        if name not in registry.names():
+            raise UnknownBackend(
+                f"no backend is named {name!r}; there are {', '.join(registry.names())}"
+            )
+    return names
+
+
+def check_names(backend: Names) -> None:
+    """Raise `UnknownBackend` for a name that no backend has."""
+    _request(backend)
+
+
+def _requested(backend: Names) -> tuple[tuple[str, ...] | None, str]:
+    """The names asked for (None: auto) and who asked for them, by precedence."""
+    argument = _request(backend)
+    if argument is not None:
+        return argument, "the argument backend="
+    override = _override.get()
+    if override is not None:
+        return (None if override == ("auto",) else override), "use_backend"
+    if _default is not None:
+        return _default, "set_default_backend"
+    environment = _environment().backend
+    if environment and environment != ("auto",):
+        return environment, "MLA_INDEX_BACKEND"
+    return None, "auto"
+
+
+# --- the order, and the reasons -----------------------------------------------------------------
+
+
+def auto_order(device: torch.device) -> tuple[str, ...]:
+    """What `auto` tries on this device, in order, before `MLA_INDEX_BLOCK` removes names.
+
+    On a device type other than cpu and cuda: Triton where its driver targets that device, then the
+    installed backends that declare the device type, then torch.
+    """
+    kind = "hip" if device.type == "cuda" and torch.version.hip else device.type
+    if kind in AUTO_ORDER:
+        return AUTO_ORDER[kind]
+    strangers = [
+        name
+        for name in registry.names()
+        if name not in registry.BUILT_IN
+        and device.type in (registry.load(name).limits.devices or ())
+    ]
+    return ("triton", *strangers, "torch")
+
+
+def _order(op: str, request: tuple[str, ...] | None, device: torch.device) -> tuple[str, ...]:
+    """The names to try. The view ends at torch's, which serves every backend without its own."""
+    if request is None:
+        blocked = _environment().block
+        order = [name for name in auto_order(device) if name not in blocked]
+    else:
+        order = []
+        for name in request:
+            order += _order(op, None, device) if name == "auto" else [name]
+    if op == "flat_row_view":
+        order.append("torch")
+    return tuple(dict.fromkeys(order))
+
+
+def _unavailability(backend: Backend, device: torch.device, probe: bool) -> str | None:
+    """Step 1 of the contract. Kept only when probed: without, the answer says less."""
+    key = (backend.name, device)
+    if key in _unavailable:
+        return _unavailable[key]
+    if probe:
+        _refuse_in_capture(f"backend {backend.name}", device)
+    try:
+        reason = backend.unavailable(device, probe=probe)
+    except Exception as error:  # a check that breaks is a backend that cannot run
+        reason = f"its check failed: {type(error).__name__}: {error}"
+    if probe:
+        _unavailable[key] = reason
+    return reason
+
+
+def _refusal(
+    name: str, op: str, spec: Spec, device: torch.device, *, probe: bool
+) -> BackendError | None:
+    """Why the backend of this name does not serve the configuration, or None."""
+    backend = registry.load(name)
+    kernel = registry.kernel_of(op)
+    reason = _unavailability(backend, device, probe)
+    if reason is not None:
+        return BackendUnavailable(reason)
+    reason = registry.beyond(backend.limits, kernel, device, spec)
+    if reason is None and spec is not None:
+        reason = backend.unsupported(kernel, spec)
+    return None if reason is None else BackendUnsupported(reason)
+
+
+# --- choosing -----------------------------------------------------------------------------------
+
+
+def choose(op: str, spec: Spec, device: torch.device, backend: Names = "auto") -> Choice:
+    """The backend for a configuration and its kernel, built if this is the first use.
+
+    Raises:
+        UnknownBackend: a name that no backend has.
+        BackendUnavailable, BackendUnsupported: none of those asked for can serve the call; the
+            message and `.reasons` say why for each, and what could run instead.
+        NotWarm: the first use falls into a CUDA graph capture.
+    """
+    request, source = _requested(backend)
+    key = (registry.kernel_of(op), spec, device, request)
+    choice = _choices.get(key)
+    if choice is None:
+        with _lock:
+            choice = _choices.get(key) or _resolve(op, spec, device, request, source)
+            _choices[key] = choice
+    _log_first_use(op, device, choice)
+    return choice
+
+
+def _resolve(
+    op: str, spec: Spec, device: torch.device, request: tuple[str, ...] | None, source: str
+) -> Choice:
+    refused: dict[str, BackendError] = {}
+    for name in _order(op, request, device):
+        refusal = _refusal(name, op, spec, device, probe=True)
+        if refusal is None:
+            skipped = {name: str(error) for name, error in refused.items()}
+            return Choice(name, _kernel(name, registry.kernel_of(op), spec, device), skipped)
+        refused[name] = refusal
+    raise _failure(op, spec, device, refused, source)
+
+
+def _kernel(name: str, op: str, spec: Spec, device: torch.device) -> Kernel:
+    """Step 3, once for a configuration, whichever requests lead to it."""
+    key = (name, op, spec, device)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        _refuse_in_capture(op, device)
+        backend = registry.load(name)
+        kernel = registry.check_kernel(backend, op, backend.build(op, spec, device))
+        _kernels[key] = kernel
+    return kernel
+
+
+def _failure(
+    op: str, spec: Spec, device: torch.device, refused: dict[str, BackendError], source: str
+) -> BackendError:
+    others = [name for name in registry.names() if name not in refused]
+    could = [name for name in others if _refusal(name, op, spec, device, probe=True) is None]
+    reasons = {name: str(error) for name, error in refused.items()}
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    message = (
+        f"no backend for {op} on {device} (asked for by {source}): "
+        f"{told or 'MLA_INDEX_BLOCK removes every one'}. Could run: {', '.join(could) or 'none'}"
+    )
+    if all(isinstance(error, BackendUnavailable) for error in refused.values()):
+        return BackendUnavailable(message, reasons)
+    return BackendUnsupported(message, reasons)
+
+
+def _refuse_in_capture(what: str, device: torch.device) -> None:
+    """Building may synchronise or load modules, which would break the capture: say so instead."""
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise NotWarm(
+            f"first use of {what} on {device} for this configuration inside a CUDA graph capture: "
+            f"call mla_index.warmup(op, spec, device={str(device)!r}) before the capture"
+        )
+
+
+def _log_first_use(op: str, device: torch.device, choice: Choice) -> None:
+    key = (op, str(device), choice.backend)
+    if key not in _logged:
+        _logged.add(key)
+        skipped = "; ".join(f"{name}: {reason}" for name, reason in choice.skipped.items())
+        logger.info(
+            "%s on %s runs on %s%s",
+            op,
+            device,
+            choice.backend,
+            f" (skipped {skipped})" if skipped else "",
+        )
+
+
+# --- questions ----------------------------------------------------------------------------------
+
+
+def warmup(op: str, spec: Spec, *, device: torch.device | str, backend: Names = "auto") -> str:
+    """Choose and compile ahead, so that no later call of this configuration compiles anything.
+
+    Args:
+        op: an operation from `mla_index.OPERATIONS`.
+        spec: a `RemapSpec` for remap and dcp_filter, a `SafeLengthsSpec` for safe_lengths, None
+            for flat_row_view.
+        device: where the tensors will be; without an index, the current device of that type.
+        backend: as for the operations.
+
+    Returns:
+        The name of the backend that was chosen.
+
+    Raises:
+        ValueError, TypeError: an unknown operation, a spec of another operation.
+        As `choose`: when no backend can serve it.
+    """
+    _check_question(op, spec)
+    if spec is None and op != "flat_row_view":
+        raise TypeError(f"warmup of {op} needs a spec, got None")
+    choice = choose(op, spec, _with_index(torch.device(device)), backend)
+    if choice.kernel.warm is not None:
+        choice.kernel.warm()
+    return choice.backend
+
+
+def explain(
+    op: str,
+    *,
+    device: torch.device | str,
+    spec: Spec = None,
+    backend: Names = "auto",
+    probe: bool | None = None,
+) -> Explanation:
+    """Which backend would serve an operation on a device, and why not each of the others.
+
+    Args:
+        op: an operation from `mla_index.OPERATIONS`.
+        device: where the tensors would be.
+        spec: the configuration; without one, only what does not depend on it is answered.
+        backend: as for the operations.
+        probe: whether a device may be initialised for the answer. By default only if this process
+            has initialised it already, so that a process may ask and then fork.
+
+    Raises:
+        ValueError, TypeError: an unknown operation, a spec of another operation.
+        UnknownBackend: a name that no backend has.
+    """
+    _check_question(op, spec)
+    request, source = _requested(backend)
+    place = torch.device(device)
+    if probe is None:
+        probe = place.type == "cpu" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if probe:
+        place = _with_index(place)
+    order = _order(op, request, place)
+    rows = []
+    for name in dict.fromkeys((*order, *registry.names())):
+        refusal = _refusal(name, op, spec, place, probe=probe)
+        if refusal is not None:
+            rows.append(Candidate(name, False, str(refusal)))
+        elif name not in order:
+            rows.append(Candidate(name, True, f"can run, but {source} does not ask for it"))
+        elif probe or (name, place) in _unavailable:
+            rows.append(Candidate(name, True, ""))
+        else:
+            rows.append(Candidate(name, None, "not tried: that needs the device; a call tries it"))
+    chosen = next((r.name for r in rows if r.name in order and r.accepted is not False), None)
+    return Explanation(op, place, spec, source, tuple(rows), chosen)
+
+
+def _check_question(op: str, spec: Spec) -> None:
+    if op not in registry.OPERATIONS:
+        raise ValueError(f"op must be one of {', '.join(registry.OPERATIONS)}, got {op!r}")
+    kind = {"remap": RemapSpec, "safe_lengths": SafeLengthsSpec}.get(registry.kernel_of(op))
+    if spec is not None and (kind is None or not isinstance(spec, kind)):
+        wanted = kind.__name__ if kind else "None"
+        raise TypeError(f"the spec of {op} must be {wanted}, got {type(spec).__name__}")
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device that a tensor made on `device` would report."""
+    if device.type == "cpu" or device.index is not None:
+        return torch.device("cpu") if device.type == "cpu" else device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
