@@ -1,0 +1,145 @@
+"""The whole job once: trace to cache to selection to slots to attention, checked at the end.
+
+First on one rank against attention over the unpaged tokens, then under decode context parallelism
+against the single rank. Every operation of the library has a part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mla_index.explanation import Explanation
+from mla_index.selector import explain, warmup
+from mla_index.simulation import steps
+from mla_index.simulation.attention import Attended, merge
+from mla_index.simulation.paged import plan_blocks
+from mla_index.simulation.report import Check, Report
+from mla_index.simulation.setting import (
+    BLOCK_SIZE,
+    Config,
+    Progress,
+    Setting,
+    Stages,
+    refuse_too_large,
+)
+from mla_index.simulation.steps import Share
+from mla_index.simulation.trace import read_trace
+from mla_index.simulation.workload import make_workload
+from mla_index.specs import Dcp, RemapSpec, SafeLengthsSpec, Spec
+
+BOUND = 1e-5
+"""Largest error of float32 attention, both as relative L2 norm and as absolute difference."""
+
+PASSES = 2
+"""Times that all tokens are made for one rank: for its cache and for the unpaged attention."""
+
+
+def simulate(config: Config, progress: Progress | None = None) -> Report:
+    """Run the job and report. A broken bound is in the report; what kept it from running raises.
+
+    Only one cache, and beside it one request's tokens, are in memory at a time.
+
+    Raises:
+        TraceError: the trace cannot be read.
+        ConfigError: the cache would not fit the machine.
+        BackendUnavailable, BackendUnsupported: no backend can serve an operation.
+    """
+    requests = read_trace(config.trace, config.requests)
+    device = config.place()
+    stages = Stages(device, (PASSES + config.dcp) * len(requests), progress)
+    explanations = _choose(config, device, stages)
+    refuse_too_large(plan_blocks(requests, block_size=BLOCK_SIZE), device)
+    workload = make_workload(
+        requests,
+        heads=config.heads,
+        rows_per_request=config.rows_per_request,
+        seed=config.seed,
+        device=device,
+    )
+    setting = Setting(config, device, stages, workload)
+
+    cache, selection = steps.fill_and_select(setting)
+    single = steps.attend_on_one_rank(setting, cache, selection)
+    del cache  # before the next one
+    unpaged = steps.attend_unpaged(setting, selection)
+    shares = []
+    for rank in range(config.dcp):
+        shard = steps.fill_shard(setting, Dcp(config.dcp, rank, config.interleave))
+        shares.append(steps.attend_on_shard(setting, shard, selection))
+        del shard
+    with stages.timed("merge of the ranks"):
+        merged = merge([share.attended for share in shares])
+
+    return Report(
+        trace=str(config.trace or "the small trace of mla_index"),
+        lengths=tuple(request.input_length for request in requests),
+        rows=len(selection),
+        topk=config.topk,
+        heads=config.heads,
+        short_rows=int((workload.limits < config.topk).sum()),
+        interleave=config.interleave,
+        device=str(device),
+        explanations=explanations,
+        single=single.facts,
+        ranks=tuple(share.facts for share in shares),
+        rows_empty_somewhere=int(torch.stack([s.counts == 0 for s in shares]).any(dim=0).sum()),
+        seconds=stages.seconds,
+        checks=(
+            *_errors("one rank against unpaged tokens", single.attended, unpaged),
+            *_errors(f"{_ranks(config.dcp)} against one", merged, single.attended),
+            *_exact(single, shares),
+        ),
+    )
+
+
+def _choose(config: Config, device: torch.device, stages: Stages) -> dict[str, Explanation]:
+    """Compile what the steps will call, and say for each operation who serves it and why."""
+    whole = RemapSpec(
+        BLOCK_SIZE, config.topk, compact=True, counts=True, token_limits=True, safe_lengths=True
+    )
+    share = replace(whole, dcp_size=config.dcp, dcp_interleave=config.interleave)
+    specs: tuple[tuple[str, Spec], ...] = (
+        ("flat_row_view", None),
+        ("remap", whole),
+        ("dcp_filter", replace(share, safe_lengths=False)),
+        ("dcp_filter", share),
+        ("safe_lengths", SafeLengthsSpec()),
+    )
+    with stages.timed("choose and compile"):
+        for op, spec in specs:
+            warmup(op, spec, device=device, backend=config.backend)
+    return {
+        op: explain(op, device=device, spec=spec, backend=config.backend, probe=True)
+        for op, spec in specs
+    }
+
+
+def _errors(what: str, result: Attended, expected: Attended) -> list[Check]:
+    """How far a result is off, in its worst row and at its worst value; NaN shows in each."""
+    output, wanted = result.output.double(), expected.output.double()
+    difference = output - wanted
+    lse = (result.lse.double() - expected.lse.double()).abs().max()
+    relative = (difference.flatten(1).norm(dim=1) / wanted.flatten(1).norm(dim=1)).max()
+    return [
+        Check(f"{what}: relative L2 error of the worst row", float(relative), BOUND),
+        Check(f"{what}: largest absolute error", float(difference.abs().max()), BOUND),
+        Check(f"{what}: largest absolute error of the LSE", float(lse), BOUND),
+    ]
+
+
+def _exact(single: Share, shares: Sequence[Share]) -> list[Check]:
+    """What must agree to the last entry."""
+    total = torch.stack([share.counts for share in shares]).sum(dim=0)
+    lost = int((total - single.counts).abs().sum())
+    differing = sum(share.disagreements for share in shares)
+    return [
+        Check("entries that the ranks lose or keep twice", lost, 0),
+        Check("values in which fused and separate safe lengths differ", differing, 0),
+    ]
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
