@@ -98,7 +98,7 @@ def diagnose(
         dcp_interleave=interleave,
     )
     owner, local = kernels.share(token_indices, spec)
-    block = local // spec.block_size
+    block = kernels.floor_divide(local, spec.block_size)
     row, row_exists = kernels.table_rows(req_id, block_table, request_rows, token_indices.shape[0])
     no = torch.zeros_like(row_exists)
     gathered = no if workspace is None else workspace.request_ids >= 0

@@ -13,7 +13,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from mla_index import checks, selector
+from mla_index import checks, selector, views
+from mla_index.errors import UnknownBackend
 from mla_index.selector import Names
 from mla_index.specs import (
     DTYPE_MAX,
@@ -205,7 +206,7 @@ def _remap(
     if not (type(compact) is bool and type(counts) is bool and type(safe_lengths) is bool):
         _refuse_flags(compact=compact, counts=counts, safe_lengths=safe_lengths)
     if type(backend) is not str:
-        backend = tuple(backend)
+        backend = selector.names(backend)
     try:
         rows, topk = token_indices.shape
         device = token_indices.device
@@ -220,16 +221,17 @@ def _remap(
             None if out is None else out.dtype,
             counts_out is None, lengths_out is None,
         )  # fmt: skip
-        plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
-        plan = None
+        key = None  # an argument is not what it should be: the plan's checks say which
+    plan = None if key is None else _plans.get(key)
     if plan is None:
         plan = _plan_remap(
             op, req_id, block_table, token_indices, block_size, request_rows, token_limits,
             workspace, dcp, compact, counts, safe_lengths, out_dtype, out, counts_out,
             lengths_out, backend,
         )  # fmt: skip
-        _plans[key] = plan
+        if key is not None:
+            _plans[key] = plan
 
     # --- what may differ from call to call ---
     shape = (rows,)
@@ -471,7 +473,7 @@ def safe_lengths(
         NotWarm: a first use inside a CUDA graph capture.
     """
     if type(backend) is not str:
-        backend = tuple(backend)
+        backend = selector.names(backend)
     checks.index_tensor(slots, "slots")
     checks.index_tensor(counts, "counts")
     device = slots.device
@@ -534,5 +536,9 @@ def flat_row_view(kv_cache: Tensor, block_size: int, *, backend: Names = "auto")
         UnknownBackend: the argument names no backend. No setting makes the view fail.
     """
     size = checks.dense_rows(kv_cache, block_size)
-    launch = selector.choose("flat_row_view", None, kv_cache.device, backend).kernel.launch
+    selector.check_names(backend)
+    try:
+        launch = selector.choose("flat_row_view", None, kv_cache.device, backend).kernel.launch
+    except UnknownBackend:  # from a setting, which must not stand in the way of a view
+        launch = views.flat_row_view
     return launch(kv_cache, size)  # type: ignore[return-value]

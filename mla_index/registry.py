@@ -67,10 +67,10 @@ LAUNCH_PARAMETERS: dict[str, tuple[str, ...]] = {
 
 The caller has checked everything that SPEC.md lets it refuse: shapes, dtypes, devices, overlaps,
 ranges of the scalars. T and K are at least 1; R, W, n and P may be 0. What it has not checked are
-the values in the tensors: those may be anything. Any input may have any strides, 0 included;
-`req_id`, `request_rows`, `token_limits`, `ws_request_ids` and `ws_starts` are int32 or int64, each on its own
-and not told by the spec. Each bound is inclusive and always given, and folds in what the slot dtype
-can hold, so a kernel never has to ask whether there is one.
+the values in the tensors: those may be anything. Any input may have any strides, 0 included. The
+spec tells the dtypes of the three big tensors; `req_id`, `request_rows`, `token_limits` and the
+workspace's are int32 or int64, each on its own. Each bound is inclusive and always given, and folds
+in what the slot dtype can hold, so a kernel never has to ask whether there is one.
 """
 
 

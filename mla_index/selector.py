@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias
@@ -35,8 +35,8 @@ from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec
 
 logger = logging.getLogger("mla_index")
 
-Names: TypeAlias = str | Sequence[str]
-"""One backend name, an ordered sequence of names, or `auto`."""
+Names: TypeAlias = str | list[str] | tuple[str, ...]
+"""One backend name, an ordered list of names, or `auto`."""
 
 AUTO_ORDER = {
     "cpu": ("torch",),
@@ -54,6 +54,14 @@ class Choice(NamedTuple):
     skipped: dict[str, str]
 
 
+class Launch(NamedTuple):
+    """A launch that `record_launches` saw: whose kernel, and for what."""
+
+    backend: str
+    op: str
+    spec: Spec
+
+
 # --- state: what is asked for, and what was found -----------------------------------------------
 
 _lock = threading.RLock()
@@ -65,6 +73,7 @@ _kernels: dict[tuple[str, str, Spec, torch.device], Kernel] = {}
 _unavailable: dict[tuple[str, torch.device], str | None] = {}
 _logged: set[tuple[str, str, str]] = set()
 _listeners: list[Callable[[], None]] = []
+_launches: list[Launch] | None = None
 
 
 def override() -> tuple[str, ...] | None:
@@ -80,6 +89,10 @@ def on_change(listener: Callable[[], None]) -> None:
 def _forget_choices() -> None:
     with _lock:
         _choices.clear()
+    _tell_listeners()
+
+
+def _tell_listeners() -> None:
     for listener in _listeners:
         listener()
 
@@ -148,28 +161,37 @@ def _environment() -> settings.Settings:
     if _settings is None:
         read = settings.read()
         for name in (*read.backend, *read.block):
-            if name != "auto":
-                registry.load(name)
+            _request(name)
         _settings = read
     return _settings
 
 
 def _request(backend: Names) -> tuple[str, ...] | None:
     """The names as a checked tuple; None for `auto`."""
-    names = (backend,) if isinstance(backend, str) else tuple(backend)
-    if not names:
-        raise ValueError("backend must be a name or a non-empty list of names, got an empty list")
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"backend must be a name or a list of names, got {backend!r}")
-    if names == ("auto",):
+    requested = names(backend)
+    if requested == ("auto",):
         return None
-    for name in names:
-        if name not in registry.names():
+    for name in requested:
+        if name not in ("auto", *registry.names()):
             raise UnknownBackend(
                 f"no backend is named {name!r}; there are {', '.join(registry.names())}"
             )
-    return names
+    return requested
+
+
+def names(backend: Names) -> tuple[str, ...]:
+    """The names as a tuple.
+
+    Raises:
+        ValueError, TypeError: an empty list, or something else than names.
+    """
+    if isinstance(backend, str):
+        return (backend,)
+    if not isinstance(backend, (list, tuple)) or not all(isinstance(n, str) for n in backend):
+        raise TypeError(f"backend must be a name or an ordered list of names, got {backend!r}")
+    if not backend:
+        raise ValueError("backend must be a name or a non-empty list of names, got an empty one")
+    return tuple(backend)
 
 
 def check_names(backend: Names) -> None:
@@ -279,7 +301,32 @@ def choose(op: str, spec: Spec, device: torch.device, backend: Names = "auto") -
             choice = _choices.get(key) or _resolve(op, spec, device, request, source)
             _choices[key] = choice
     _log_first_use(op, device, choice)
-    return choice
+    return choice if _launches is None else _recorded(op, spec, choice, _launches)
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """List every launch made inside the block, by this process: the proof of which backend ran.
+
+    For tests. Calls in the block are slower; outside it nothing is left of it.
+    """
+    global _launches
+    launches: list[Launch] = []
+    outer, _launches = _launches, launches
+    try:
+        _tell_listeners()
+        yield launches
+    finally:
+        _launches = outer
+        _tell_listeners()
+
+
+def _recorded(op: str, spec: Spec, choice: Choice, launches: list[Launch]) -> Choice:
+    def launch(*tensors: object) -> object:
+        launches.append(Launch(choice.backend, op, spec))
+        return choice.kernel.launch(*tensors)
+
+    return choice._replace(kernel=choice.kernel._replace(launch=launch))
 
 
 def _resolve(
@@ -437,4 +484,6 @@ def _with_index(device: torch.device) -> torch.device:
     """The device that a tensor made on `device` would report."""
     if device.type == "cpu" or device.index is not None:
         return torch.device("cpu") if device.type == "cpu" else device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
+    module = torch.get_device_module(device)
+    usable = getattr(module, "is_available", lambda: True)()
+    return torch.device(device.type, module.current_device() if usable else 0)

@@ -1,10 +1,10 @@
 """The operations as eager tensor operations.
 
 No host synchronisation, no data-dependent shape, no atomics: what the values are never changes what
-is launched. Temporaries are reused in place; for int32 they stay below six times the output.
-
-Arithmetic is in the narrowest dtype that is exact: sums and products that a wrapped number could
-spoil are compared before they are formed, so whatever wraps belongs to an entry already invalid.
+is launched. Two habits keep kernels and temporaries few. A range check is a clamp and a comparison
+with what was clamped, which leaves a safe index behind. And sums and products that a wrapped number
+could spoil are compared before they are formed, so that the narrow dtypes stay exact: whatever
+wraps belongs to an entry already invalid.
 """
 
 from __future__ import annotations
@@ -35,154 +35,27 @@ def remap(
     pad: int,
 ) -> None:
     """One configuration of remap and dcp_filter; see `registry.LAUNCH_PARAMETERS`."""
-    valid = token_indices >= 0
-    if token_limits is not None:
-        valid &= token_indices <= _last_tokens(token_limits, token_indices.dtype)[:, None]
-    owner, local = share(token_indices, spec)
-    block = _floor_divide(local, spec.block_size)
-    offset = local - block * spec.block_size
-
-    row, row_exists = table_rows(req_id, block_table, request_rows, token_indices.shape[0])
-    width = row_exists * block_table.shape[1]
-    in_workspace = starts = None
-    if ws_request_ids is not None and ws_starts is not None:
-        in_workspace = ws_request_ids >= 0
-        known = in_workspace & (ws_request_ids < ws_starts.shape[0])
-        starts = _take(ws_starts, ws_request_ids, known)
-        width = torch.where(in_workspace, known * block_table.shape[1], width)
-    # A row that is out has no columns in the table: one comparison covers rows and columns.
-    valid &= block < width[:, None].to(block.dtype)
-    if owner is not None and in_workspace is None:
-        valid &= owner == rank
-
-    slot, in_bounds = _paged_slots(
-        spec, block_table, row, block, offset, valid, block_stride_rows, last_slot
-    )
-    del block, offset
-    if in_workspace is None or starts is None:
-        valid &= in_bounds
-    else:
-        if owner is not None:
-            in_bounds &= owner == rank
-        gathered, in_workspace_bounds = _workspace_slots(
-            owner, local, starts, rank_stride, last_ws_row
-        )
-        is_gathered = in_workspace[:, None]
-        slot = torch.where(is_gathered, gathered.to(slot.dtype), slot)
-        valid &= torch.where(is_gathered, in_workspace_bounds, in_bounds)
-    slot.masked_fill_(~valid, pad)
-    del owner, local
-    _store(spec, slot, valid, out, counts, lengths, pad)
-
-
-def share(tokens: Tensor, spec: RemapSpec) -> tuple[Tensor | None, Tensor]:
-    """Owning rank and token number on that rank; no owner without dcp."""
-    if spec.dcp_size == 1:
-        return None, tokens
-    group = _floor_divide(tokens, spec.dcp_interleave)
-    turn = _floor_divide(group, spec.dcp_size)
-    owner = group - turn * spec.dcp_size
-    if spec.dcp_interleave == 1:
-        return owner, turn
-    group *= -spec.dcp_interleave
-    group += tokens  # what is left of the token within its group
-    turn *= spec.dcp_interleave
-    turn += group
-    return owner, turn
-
-
-def table_rows(
-    req_id: Tensor | None, block_table: Tensor, request_rows: Tensor | None, num_rows: int
-) -> tuple[Tensor, Tensor]:
-    """For each query row its row of the block table (0 where it has none), and whether it has."""
-    if req_id is None:
-        req_id = torch.arange(num_rows, device=block_table.device)
-    exists = req_id >= 0
-    if request_rows is not None:
-        exists &= req_id < request_rows.shape[0]
-        req_id = _take(request_rows, req_id, exists)
-        exists &= req_id >= 0
-    exists &= req_id < block_table.shape[0]
-    return req_id.masked_fill(~exists, 0).long(), exists
-
-
-def _paged_slots(
-    spec: RemapSpec,
-    block_table: Tensor,
-    row: Tensor,
-    block: Tensor,
-    offset: Tensor,
-    valid: Tensor,
-    block_stride_rows: int,
-    last_slot: int,
-) -> tuple[Tensor, Tensor]:
-    """Slots through the block table, and which of them exist and are at most `last_slot`."""
-    if block_table.numel() == 0:
-        return torch.zeros_like(block, dtype=spec.slot_dtype), torch.zeros_like(valid)
-    entry = block_table[row[:, None], block.masked_fill(~valid, 0)]
-    # entry * stride + offset <= last_slot, without the product: compare block and offset.
-    last_block, last_offset = divmod(last_slot, block_stride_rows)
-    last_block = min(last_block, DTYPE_MAX[entry.dtype])
-    in_bounds = entry >= 0
-    if last_offset >= spec.block_size - 1:
-        in_bounds &= entry <= last_block
-    else:
-        in_bounds &= entry <= last_block - (offset > last_offset).to(entry.dtype)
-    slot = entry.to(torch.promote_types(entry.dtype, spec.slot_dtype))
-    slot *= block_stride_rows
-    slot += offset.to(slot.dtype)
-    return slot.to(spec.slot_dtype), in_bounds
-
-
-def _workspace_slots(
-    owner: Tensor | None, local: Tensor, starts: Tensor, rank_stride: int, last_row: int
-) -> tuple[Tensor, Tensor]:
-    """Rows of the gathered workspace, and which of them lie in `[0, last_row]`.
-
-    `owner * rank_stride` and `local` are not negative, so once the start is known to be at most
-    `last_row` less the first, the rest either fits or wraps to a negative number.
-    """
-    slot = local.long() if owner is None else owner.long().mul_(rank_stride)
-    starts = starts[:, None].long()
-    if owner is None:
-        fits = (starts <= last_row).expand_as(slot).clone()
-        slot = slot + starts
-    else:
-        fits = starts <= last_row - slot
-        slot += starts
-        slot += local
-    fits &= slot >= 0
-    fits &= slot <= last_row
-    return slot, fits
-
-
-def _store(
-    spec: RemapSpec,
-    slot: Tensor,
-    valid: Tensor,
-    out: Tensor,
-    counts: Tensor | None,
-    lengths: Tensor | None,
-    pad: int,
-) -> None:
-    """Write slots (`pad` where invalid), compacted if asked for, with counts and lengths."""
+    slot, valid = _slots(
+        spec, req_id, block_table, token_indices, request_rows, token_limits, ws_request_ids,
+        ws_starts, rank, block_stride_rows, rank_stride, last_slot, last_ws_row,
+    )  # fmt: skip
+    padding = torch.scalar_tensor(pad, dtype=spec.slot_dtype)
     if not spec.compact:
-        out.copy_(slot)
+        torch.where(valid, slot, padding, out=out)
         if counts is not None:
-            counts.copy_(valid.sum(1, dtype=torch.int32))
+            torch.sum(valid, 1, dtype=torch.int32, out=counts)
         return
+    slot = torch.where(valid, slot, padding)
     # Valid entries go to their rank within the row. The invalid ones all go to the first column
     # after those: each writes pad where pad belongs, so it does not matter which is last.
     place = valid.cumsum(1)
-    count = place[:, -1].clone()
+    count = place[:, -1].clone() if counts is None else counts.copy_(place[:, -1])
     place -= 1
     torch.where(valid, place, count[:, None], out=place)
     out.fill_(pad)
     out.scatter_(1, place, slot)
-    if counts is not None:
-        counts.copy_(count)
     if lengths is not None:
-        lengths.copy_(count.clamp(min=1))
+        torch.clamp(count, min=1, out=lengths)
         out[:, 0].masked_fill_(count == 0, 0)
 
 
@@ -192,20 +65,167 @@ def safe_lengths(slots: Tensor, counts: Tensor, lengths: Tensor) -> None:
     slots[:, 0].masked_fill_(counts <= 0, 0)
 
 
-def _floor_divide(numbers: Tensor, divisor: int) -> Tensor:
+def _slots(
+    spec: RemapSpec,
+    req_id: Tensor | None,
+    block_table: Tensor,
+    token_indices: Tensor,
+    request_rows: Tensor | None,
+    token_limits: Tensor | None,
+    ws_request_ids: Tensor | None,
+    ws_starts: Tensor | None,
+    rank: int,
+    block_stride_rows: int,
+    rank_stride: int,
+    last_slot: int,
+    last_ws_row: int,
+) -> tuple[Tensor, Tensor]:
+    """The slot of each entry (any number where it has none), and where it is valid.
+
+    What is deleted on the way keeps the temporaries within their bound.
+    """
+    owner, local = share(token_indices, spec)
+    mine = None if owner is None else owner == rank
+    gathered = None
+    if ws_request_ids is not None and ws_starts is not None:
+        start, known = _take(ws_starts, ws_request_ids)
+        gathered, valid_there = _workspace_slots(owner, local, start, rank_stride, last_ws_row)
+        valid_there &= known[:, None]
+        gathered = gathered.to(spec.slot_dtype)
+    block = floor_divide(local, spec.block_size)
+    offset = _remainder(local, block, spec.block_size)
+    del owner, local
+    column, in_table = _within(block, block_table.shape[1])
+    del block
+    column = column.long()  # indexing would do it anyway, and hold both
+
+    row, exists = table_rows(req_id, block_table, request_rows, token_indices.shape[0])
+    if block_table.numel():
+        entry = block_table[row[:, None], column]
+        del column
+        slot, valid = _paged_slots(spec, entry, offset, exists, block_stride_rows, last_slot)
+        del entry
+    else:
+        slot, valid = offset.to(spec.slot_dtype), torch.zeros_like(in_table)
+    if mine is not None:
+        valid &= mine
+    if gathered is not None and ws_request_ids is not None:
+        from_workspace = (ws_request_ids >= 0)[:, None]
+        slot = torch.where(from_workspace, gathered, slot)
+        valid = torch.where(from_workspace, valid_there, valid)
+    valid &= in_table
+    if token_limits is not None:
+        valid &= _below(token_indices, token_limits)
+    return slot, valid
+
+
+def share(tokens: Tensor, spec: RemapSpec) -> tuple[Tensor | None, Tensor]:
+    """Owning rank and token number on that rank; no owner without dcp.
+
+    Negative tokens keep negative numbers, which no later check lets pass.
+    """
+    if spec.dcp_size == 1:
+        return None, tokens
+    group = floor_divide(tokens, spec.dcp_interleave)
+    turn = floor_divide(group, spec.dcp_size)
+    owner = _remainder(group, turn, spec.dcp_size)
+    if spec.dcp_interleave == 1:
+        return owner, turn
+    rest = _remainder(tokens, group, spec.dcp_interleave)
+    return owner, rest.add_(turn, alpha=spec.dcp_interleave)
+
+
+def table_rows(
+    req_id: Tensor | None, block_table: Tensor, request_rows: Tensor | None, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """For each query row its row of the block table (any row where it has none), and if it has."""
+    if req_id is None:
+        req_id = torch.arange(num_rows, device=block_table.device)
+    named = None
+    if request_rows is not None:
+        req_id, named = _take(request_rows, req_id)
+    row, exists = _within(req_id, block_table.shape[0])
+    return row, exists if named is None else exists & named
+
+
+def _paged_slots(
+    spec: RemapSpec,
+    entry: Tensor,
+    offset: Tensor,
+    exists: Tensor,
+    block_stride_rows: int,
+    last_slot: int,
+) -> tuple[Tensor, Tensor]:
+    """Slots of entries of the block table, and which of them are valid.
+
+    `entry * stride + offset <= last_slot` is decided without the product, by comparing block and
+    offset. A row that has no place in the table is given the bound -1, which no block meets.
+    """
+    last_block, last_offset = divmod(last_slot, block_stride_rows)
+    highest = torch.scalar_tensor(min(last_block, DTYPE_MAX[entry.dtype]), dtype=entry.dtype)
+    bound = torch.where(exists, highest, torch.scalar_tensor(-1, dtype=entry.dtype))[:, None]
+    if last_offset < spec.block_size - 1:
+        bound = bound - (offset > last_offset).to(entry.dtype)
+    valid = entry >= 0
+    valid &= entry <= bound
+    if spec.slot_dtype == torch.int64:
+        entry = entry.long()  # the sum below is formed in the wider dtype of its two parts
+    return offset.add(entry, alpha=block_stride_rows).to(spec.slot_dtype), valid
+
+
+def _workspace_slots(
+    owner: Tensor | None, local: Tensor, start: Tensor, rank_stride: int, last_row: int
+) -> tuple[Tensor, Tensor]:
+    """Rows of the gathered workspace, and which of them lie within `[0, last_row]`.
+
+    `owner * rank_stride` is not negative: adding it to the start has wrapped exactly if the sum is
+    below the start. `local` is not negative either: adding it to what did not wrap leaves the
+    right number, or a negative one where the right one is too large.
+    """
+    start = start[:, None].long()
+    if owner is None:
+        slot = start + local
+        valid = slot >= 0
+    else:
+        slot = start.add(owner, alpha=rank_stride)
+        valid = slot >= start
+        slot += local
+        valid &= slot >= 0
+    valid &= slot <= last_row
+    return slot, valid
+
+
+def floor_divide(numbers: Tensor, divisor: int) -> Tensor:
     """A shift where the divisor allows it: exact for negative numbers too, and far cheaper."""
     if divisor & (divisor - 1) == 0:
         return numbers >> (divisor.bit_length() - 1)
     return numbers // divisor
 
 
-def _take(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """`values[index]` where valid, some other number elsewhere."""
-    if values.shape[0] == 0:
-        return torch.zeros_like(index)
-    return values[index.masked_fill(~valid, 0).long()]
+def _remainder(numbers: Tensor, quotient: Tensor, divisor: int) -> Tensor:
+    """`numbers - quotient * divisor`, of the sign of the divisor."""
+    if divisor & (divisor - 1) == 0:
+        return numbers & (divisor - 1)
+    return numbers.sub(quotient, alpha=divisor)
 
 
-def _last_tokens(limits: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest token that each limit allows (-1: none), in the tokens' dtype."""
-    return limits.long().clamp(min=0).sub_(1).clamp_(max=DTYPE_MAX[dtype]).to(dtype)
+def _within(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """An index that is safe for `size` elements (if there are any), and where it is the given."""
+    if size == 0:
+        return torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+    safe = index.clamp(0, min(size - 1, DTYPE_MAX[index.dtype]))
+    return safe, safe == index
+
+
+def _take(values: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """`values[index]` where the index is within them, and where it is."""
+    safe, within = _within(index, values.shape[0])
+    return values.index_select(0, safe) if values.shape[0] else safe, within
+
+
+def _below(tokens: Tensor, limits: Tensor) -> Tensor:
+    """`tokens < limits` for each row, without converting the tokens to a wider dtype."""
+    if tokens.dtype == torch.int32 and limits.dtype == torch.int64:
+        last = limits.clamp(0, DTYPE_MAX[torch.int32] + 1).sub_(1).to(torch.int32)
+        return tokens <= last[:, None]
+    return tokens < limits[:, None]

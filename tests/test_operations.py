@@ -1,0 +1,226 @@
+"""What the public functions promise beyond values: plans, allocation, temporaries, kernels.
+
+Values, refusals and strides are the conformance suite's.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_index
+from mla_index import Dcp, PrefillWorkspace, operations
+
+
+def inputs(rows=64, topk=256, requests=8, width=32, dtype=torch.int32):
+    generator = torch.Generator().manual_seed(rows * topk)
+    table = torch.randperm(requests * width, generator=generator).view(requests, width)
+    tokens = torch.randint(-64, width * 64 + 64, (rows, topk), generator=generator)
+    request = torch.randint(0, requests, (rows,), generator=generator)
+    return request.to(dtype), table.to(dtype), tokens.to(dtype)
+
+
+def everything(request, rows):
+    return {
+        "request_rows": torch.randperm(8).int(),
+        "token_limits": torch.full((rows,), 1500, dtype=torch.int32),
+        "workspace": PrefillWorkspace(
+            torch.arange(rows, dtype=torch.int32) % 3 - 1,
+            torch.tensor([5, 700], dtype=torch.int32),
+            rank_stride=2000,
+            num_rows=8000,
+        ),
+        "dcp": Dcp(4, 1, 48),
+    }
+
+
+def test_a_plan_is_kept_for_a_configuration_and_for_nothing_else():
+    operations._plans.clear()
+    request, table, tokens = inputs()
+    for rows in range(1, 40):
+        for start in range(3):
+            mla_index.remap(
+                request[start : start + rows],
+                table[:, : rows % 30 + 1],
+                tokens[start : start + rows, ::1],
+                block_size=64,
+                block_stride_rows=64 + rows,
+                num_slots=rows * 100,
+                pad=-rows,
+            )
+            mla_index.safe_lengths(tokens[:rows].clone(), request[:rows])
+    assert len(operations._plans) == 2
+    for topk in range(1, 257):
+        mla_index.remap(request, table, tokens[:, :topk], block_size=64)
+    assert len(operations._plans) <= 2 + 9
+
+
+def test_given_outputs_are_returned_as_themselves():
+    request, table, tokens = inputs()
+    out = torch.empty_like(tokens)
+    counts, lengths = torch.empty(64, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
+    result = mla_index.remap(
+        request, table, tokens, block_size=64, compact=True, out=out, counts_out=counts,
+        lengths_out=lengths,
+    )  # fmt: skip
+    assert result.slots is out
+    assert result.counts is counts
+    assert result.lengths is lengths
+
+
+@pytest.mark.parametrize("integer", [np.int64(64), np.uint8(64), torch.tensor(64)])
+def test_integers_are_what_has_an_index(integer):
+    request, table, tokens = inputs()
+    plain = mla_index.remap(request, table, tokens, block_size=64)
+    told = mla_index.remap(request, table, tokens, block_size=integer, block_stride_rows=integer)
+    assert torch.equal(plain.slots, told.slots)
+
+
+@pytest.mark.parametrize("wrong", [True, 64.0, "64", None, torch.tensor(True), torch.tensor(6.0)])
+def test_an_equal_number_of_another_type_does_not_pass_for_an_integer(wrong):
+    request, table, tokens = inputs()
+    mla_index.remap(request, table, tokens, block_size=64)
+    mla_index.remap(request, table, tokens, block_size=1)
+    for name in ("block_size", "block_stride_rows", "num_slots", "pad"):
+        if wrong is None and name in ("block_stride_rows", "num_slots"):
+            continue
+        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+            mla_index.remap(request, table, tokens, **{"block_size": 64, name: wrong})
+
+
+def test_flags_are_bools():
+    request, table, tokens = inputs()
+    mla_index.remap(request, table, tokens, block_size=64, compact=True)
+    for name in ("compact", "counts", "safe_lengths"):
+        with pytest.raises(TypeError, match=f"{name} must be a bool, got int"):
+            mla_index.remap(request, table, tokens, block_size=64, **{name: 1})
+
+
+class Temporaries(TorchDispatchMode):
+    """Counts kernels (operations that make or change elements) and the bytes alive at once."""
+
+    VIEWS = ("view", "slice", "select", "unsqueeze", "expand", "alias", "detach", "as_strided")
+    MAKES_NO_KERNEL = ("empty", "scalar_tensor")  # a scalar stays on the host
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.alive, self.peak, self._seen = 0, 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in self.VIEWS:
+            self.kernels += name not in self.MAKES_NO_KERNEL
+            for tensor in result if isinstance(result, (tuple, list)) else [result]:
+                if isinstance(tensor, torch.Tensor):
+                    self._track(tensor, [*args, *(kwargs or {}).values()])
+        return result
+
+    def _track(self, tensor, given):
+        storage = tensor.untyped_storage()
+        known = {t.untyped_storage()._cdata for t in given if isinstance(t, torch.Tensor)}
+        if storage._cdata in known or storage._cdata in self._seen:
+            return
+        size, key = storage.nbytes(), storage._cdata
+        self._seen.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+
+        def freed():
+            self.alive -= size
+            self._seen.discard(key)
+
+        weakref.finalize(tensor, freed)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "most"),
+    [
+        ({}, 25),
+        ({"counts": True, "compact": True}, 30),
+        ({"counts": True}, 30),
+        ({"counts": True, "compact": True, "dcp": Dcp(8, 3, 16)}, 38),
+        ({"everything": True, "compact": True, "safe_lengths": True}, 55),
+    ],
+    ids=["plain", "compact", "counts", "dcp", "everything"],
+)
+def test_torch_keeps_to_its_kernels_and_its_memory(keywords, most):
+    rows, topk = 128, 2048
+    request, table, tokens = inputs(rows, topk)
+    keywords = dict(keywords)
+    if keywords.pop("everything", False):
+        keywords |= everything(request, rows)
+    out = torch.empty_like(tokens)
+    call = {"block_size": 64, "backend": "torch", "out": out, **keywords}
+    mla_index.remap(request, table, tokens, **call)
+    with Temporaries() as seen:
+        mla_index.remap(request, table, tokens, **call)
+    assert 0 < seen.kernels <= most
+    assert 0 < seen.peak <= 6 * out.nbytes
+
+
+def test_importing_brings_no_kernel_language_and_little_time():
+    """At most 50 ms more than torch; measured in a process of its own, the best of three."""
+    program = (
+        "import torch, time, sys; before = set(sys.modules); t = time.perf_counter()\n"
+        "import mla_index\n"
+        "print(time.perf_counter() - t, *sorted(set(sys.modules) - before))"
+    )
+    best, brought = 1.0, []
+    for _ in range(3):
+        told = subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        ).stdout.split()
+        best, brought = min(best, float(told[0])), told[1:]
+    heavy = {"triton", "cupy", "numba", "typer", "rich", "pytest", "numpy"}
+    assert heavy.isdisjoint(name.split(".")[0] for name in brought)
+    assert best <= 0.050
+
+
+def test_request_row_bounds_takes_arrays_sequences_and_tensors():
+    for ids in ([3, 3, 5, 5, 5, 2], np.array([3, 3, 5, 5, 5, 2]), torch.tensor([3, 3, 5, 5, 5, 2])):
+        assert mla_index.request_row_bounds(ids).tolist() == [0, 2, 5, 6]
+    assert mla_index.request_row_bounds((7,)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "told"),
+    [
+        ([], ValueError, "at least one row"),
+        ([[1, 2]], ValueError, r"got shape \(1, 2\)"),
+        ([0, 1, 0], ValueError, "request 0 returns at row 2"),
+        ([4, 4, 9, 9, 4, 9], ValueError, "request 4 returns at row 4"),
+        ([0.5, 1.0], TypeError, "integers, got float64"),
+        (torch.empty(2, device="meta", dtype=torch.int64), TypeError, "tensor on meta"),
+    ],
+)
+def test_request_row_bounds_refuses(ids, error, told):
+    with pytest.raises(error, match=told):
+        mla_index.request_row_bounds(ids)
+
+
+def test_diagnose_accounts_for_every_entry_and_reads_as_a_table():
+    request, table, tokens = inputs()
+    table[2, 3] = -5
+    request[:4] = torch.tensor([-1, 8, 100, 2])
+    table = table[:, :5]
+    keywords = everything(request, 64)
+    keywords["workspace"].request_ids[5] = 2
+    diagnosis = mla_index.diagnose(
+        request, table, tokens, block_size=64, num_slots=5000, **keywords
+    )
+    assert diagnosis.valid + sum(diagnosis.counts.values()) == tokens.numel()
+    assert set(diagnosis.counts) == set(mla_index.Reason)
+    assert all(count > 0 for count in diagnosis.counts.values()), diagnosis.counts
+    for reason, examples in diagnosis.examples.items():
+        assert 0 < len(examples) <= 5
+        assert all(int(tokens[r, c]) == token for r, c, token in examples), reason
+    text = str(diagnosis)
+    assert f"{diagnosis.valid} of {tokens.numel()} entries are valid" in text
+    assert all(reason.value in text for reason in mla_index.Reason)
