@@ -1,0 +1,241 @@
+"""The pytest side of the suite: which backends, the `target` fixture, and what ran in the end.
+
+Loaded by `mla_index_pytest` when it is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_index_pytest
+from mla_index import registry, selector
+from mla_index.conformance.target import Failure, Job, NotTaken, Target
+
+_OUTCOMES = ("passed", "failed", "skipped")
+_LABEL = "mla_index"
+
+
+# --- what is tested -----------------------------------------------------------------------------
+
+
+def _device(config: pytest.Config) -> torch.device:
+    device = torch.device(str(mla_index_pytest.value(config, "--mla-device") or "cpu"))
+    if device.type == "cpu" or device.index is not None:
+        return torch.device("cpu") if device.type == "cpu" else device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _full(config: pytest.Config) -> bool:
+    scale = mla_index_pytest.value(config, "--mla-scale")
+    if scale not in (None, "small", "full"):
+        raise pytest.UsageError(f"--mla-scale must be small or full, got {scale}")
+    return scale == "full" if scale else _device(config).type != "cpu"
+
+
+def _backends(config: pytest.Config) -> list[str]:
+    """Those that were named; else all that can run on the device."""
+    named = mla_index_pytest.names(config, "--mla-backend")
+    required = mla_index_pytest.names(config, "--mla-require")
+    for name in (*named, *required):
+        if name not in registry.names():
+            raise pytest.UsageError(
+                f"no backend is named {name!r}; there are {', '.join(registry.names())}"
+            )
+    if named:
+        return list(dict.fromkeys((*named, *required)))
+    rows = selector.explain("remap", device=_device(config), probe=True).rows
+    found = {row.name for row in rows if row.accepted}
+    return [name for name in registry.names() if name in found or name in required]
+
+
+def targets(config: pytest.Config) -> list[Target]:
+    """The backends under test, on the device, at the scale."""
+    known: list[Target] | None = config.stash.get(_TARGETS, None)
+    if known is None:
+        examples = int(str(mla_index_pytest.value(config, "--mla-examples") or 30))
+        device, full = _device(config), _full(config)
+        known = [Target(name, device, full, examples) for name in _backends(config)]
+        config.stash[_TARGETS] = known
+    return known
+
+
+def full_scale(config: pytest.Config) -> bool:
+    """Whether the sizes of production are run."""
+    return _full(config)
+
+
+# --- tests --------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker that says which operation a test is of, and the report."""
+    config.addinivalue_line("markers", "mla_op(name): the operation of mla_index that is tested")
+    config.pluginmanager.register(_Report(config), "mla_index_report")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each backend."""
+    if "target" in metafunc.fixturenames:
+        found = targets(metafunc.config)
+        ids = [target.backend for target in found]
+        metafunc.parametrize("target", found, ids=ids, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def target(request: pytest.FixtureRequest) -> Target:
+    """The backend under test; a backend that cannot run skips with its reason."""
+    chosen: Target = request.param
+    return chosen
+
+
+def _params(item: pytest.Item) -> dict[str, object]:
+    """What the test is parametrized with."""
+    call = getattr(item, "callspec", None)
+    return {} if call is None else dict(call.params)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Label each test with its backend and operation; the label travels with its reports."""
+    for item in items:
+        chosen, job = _params(item).get("target"), _params(item).get("job")
+        if not isinstance(chosen, Target):
+            continue
+        marker = item.get_closest_marker("mla_op")
+        op = job.op if isinstance(job, Job) else marker.args[0] if marker else "other"
+        item.user_properties.append((_LABEL, f"{chosen.backend} {op}"))
+
+
+_TARGETS = pytest.StashKey[list[Target]]()
+_REASONS = pytest.StashKey[dict[Target, str | None]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what the backend cannot run on this device at all, with the backend's reason."""
+    chosen = _params(item).get("target")
+    if isinstance(chosen, Target):
+        reasons = item.config.stash.setdefault(_REASONS, {})
+        if chosen not in reasons:
+            reasons[chosen] = chosen.unavailable()
+        if reasons[chosen] is not None:
+            pytest.skip(f"{chosen.backend}: {reasons[chosen]}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """A configuration that the backend declines is a skip; a failure needs no traceback."""
+    try:
+        return (yield)
+    except NotTaken as reason:
+        pytest.skip(str(reason))
+    except Failure as failure:
+        pytest.fail(str(failure), pytrace=False)
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Line:
+    """What happened to the tests of one backend and operation."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class _Report:
+    """Collects outcomes (from workers too), prints the table, and decides the exit status."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.lines: dict[tuple[str, str], _Line] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        label = dict(report.user_properties).get(_LABEL)
+        setup_or_call = report.when == "call" or (report.when == "setup" and not report.passed)
+        if label is None or not (setup_or_call or report.failed):
+            return
+        backend, op = str(label).split(" ", 1)
+        line = self.lines.setdefault((backend, op), _Line())
+        line.outcomes[report.outcome] += 1
+        if report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            line.reasons[str(reason).removeprefix("Skipped: ")] += 1
+        if report.failed:
+            line.failures[report.nodeid] = str(report.longrepr)[-2000:]
+
+    def problems(self) -> list[str]:
+        """Why the run must not count as passed, beyond its failures."""
+        if hasattr(self.config, "workerinput"):
+            return []
+        ran = {key for key, line in self.lines.items() if _ran(line)}
+        found = [] if ran else ["no conformance test ran"]
+        for name in mla_index_pytest.names(self.config, "--mla-require"):
+            ops = [op for backend, op in self.lines if backend == name]
+            missing = [op for op in ops if (name, op) not in ran]
+            if not ops or missing:
+                found.append(
+                    f"required backend {name} did not run {', '.join(missing) or 'at all'}"
+                )
+        return found
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.config.option.collectonly:
+            return
+        if self.problems() and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        path = mla_index_pytest.value(self.config, "--mla-json")
+        if path and not hasattr(self.config, "workerinput"):
+            text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False)
+            Path(str(path)).write_text(text + "\n", encoding="utf-8")
+
+    def as_dict(self) -> dict[str, object]:
+        """The results as JSON can hold them."""
+        return {
+            "device": str(_device(self.config)),
+            "scale": "full" if _full(self.config) else "small",
+            "problems": self.problems(),
+            "compiled_kernels": {
+                target.backend: target.compiled_kernels() for target in targets(self.config)
+            },
+            "results": [
+                {
+                    "backend": backend,
+                    "operation": op,
+                    **{outcome: line.outcomes[outcome] for outcome in _OUTCOMES},
+                    "skip_reasons": dict(line.reasons),
+                    "failures": line.failures,
+                }
+                for (backend, op), line in sorted(self.lines.items())
+            ],
+        }
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.config.option.collectonly:
+            return
+        scale = "full" if _full(self.config) else "small"
+        write = terminalreporter.write_line
+        terminalreporter.section(f"mla_index conformance on {_device(self.config)}, {scale} scale")
+        write(f"{'backend':<12} {'operation':<14} {'ran':>6} {'failed':>6} {'skipped':>7}  why")
+        for (backend, op), line in sorted(self.lines.items()):
+            counts = f"{_ran(line):>6} {line.outcomes['failed']:>6} {line.outcomes['skipped']:>7}"
+            reasons = [f"{n} × {reason}" for reason, n in line.reasons.most_common()]
+            write(f"{backend:<12} {op:<14} {counts}  {reasons[0] if reasons else ''}".rstrip())
+            for reason in reasons[1:]:
+                write(f"{'':<50}{reason}")
+        for problem in self.problems():
+            write(f"FAILED: {problem}", red=True)
+
+
+def _ran(line: _Line) -> int:
+    return line.outcomes["passed"] + line.outcomes["failed"]
