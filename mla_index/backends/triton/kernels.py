@@ -1,0 +1,267 @@
+# mypy: ignore-errors
+# ruff: noqa: N803, N806, SIM108 (a constexpr is written in capitals; `if` is for the compiler)
+"""The kernels: one family for remap and dcp_filter, and safe_lengths.
+
+One program takes one query row, or one piece of it. `tokens`, `table` and `slots` are typed at
+compile time; what is read once a row (`req_id`, `request_rows`, `token_limits`, the workspace's
+arrays) is read as 32-bit words with a run-time width, so that its dtypes make no further kernels.
+Absent tensors are None at compile time.
+
+Numbers are compared as unsigned ones: `0 <= x <= last` is then the one test `x < last + 1`, and a
+division needs no care for signs. No sum or product is trusted that an earlier test has not bounded:
+whatever wraps belongs to an entry that is invalid already.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _unsigned(numbers):
+    """The same bits as unsigned numbers."""
+    if numbers.dtype.primitive_bitwidth == 64:
+        result = numbers.to(tl.uint64, bitcast=True)
+    else:
+        result = numbers.to(tl.uint32, bitcast=True)
+    return result
+
+
+@triton.jit
+def _signed(numbers):
+    """The same bits as signed numbers."""
+    if numbers.dtype.primitive_bitwidth == 64:
+        result = numbers.to(tl.int64, bitcast=True)
+    else:
+        result = numbers.to(tl.int32, bitcast=True)
+    return result
+
+
+@triton.jit
+def _size(last):
+    """`last + 1` of a last index (-1: none) as an unsigned number, exact up to 2**63."""
+    return last.to(tl.int64).to(tl.uint64, bitcast=True) + 1
+
+
+@triton.jit
+def _number(words, index, stride, is_wide, is_read):
+    """One number of an int32 or int64 array, as int64; `stride` counts 32-bit words."""
+    at = words + index * stride.to(tl.int64)
+    low = tl.load(at, mask=is_read, other=0).to(tl.int64)
+    high = tl.load(at + 1, mask=is_read & is_wide, other=0).to(tl.int64)
+    return tl.where(is_wide, (high << 32) | (low & 0xFFFFFFFF), low)
+
+
+@triton.jit
+def _table_row(row, req_id, request_rows, req_stride, map_stride, map_size, table_rows, wide):
+    """The row of the block table that a query row reads, and whether there is one."""
+    if req_id is None:
+        request = row
+    else:
+        request = _number(req_id, row, req_stride, (wide & 1) != 0, row >= 0)
+    exists = request >= 0
+    if request_rows is not None:
+        exists = exists & (request < map_size)
+        request = _number(request_rows, request, map_stride, (wide & 2) != 0, exists)
+        exists = exists & (request >= 0)
+    return request, exists & (request < table_rows)
+
+
+@triton.jit
+def _share(token, DCP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """Owning rank of (unsigned) tokens, and the token numbers on that rank."""
+    owner = token // INTERLEAVE % DCP_SIZE
+    local = token // (DCP_SIZE * INTERLEAVE) * INTERLEAVE + token % INTERLEAVE
+    return owner, local
+
+
+@triton.jit
+def _translate(
+    columns, topk, token_row, token_stride, table_row, table_stride, paged_size, gathered_size,
+    local_size, rank, block_stride_rows, block_count, last_slot, ws_start, rank_stride, last_ws_row,
+    SLOT: tl.constexpr, WORKSPACE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr,
+    INTERLEAVE: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Slots (unsigned) of some columns of a row, and whether they are valid.
+
+    `paged_size` and `gathered_size` bound the tokens, `local_size` the tokens on a rank; one of the
+    first two is 0: the row reads the paged cache or the workspace, or nothing at all.
+    """
+    if DENSE:
+        token_at = token_row + columns
+    else:
+        token_at = token_row + columns.to(tl.int64) * token_stride.to(tl.int64)
+    token = _unsigned(tl.load(token_at, mask=columns < topk, other=-1))
+    paged = token < paged_size.to(token.dtype)
+    if DCP_SIZE == 1:
+        local = token
+    else:
+        owner, local = _share(token, DCP_SIZE, INTERLEAVE)
+        within = local < local_size.to(token.dtype)
+        paged = paged & within & (owner == rank.to(token.dtype))
+    block = _signed(local // BLOCK_SIZE)
+    if DENSE:
+        entry_at = table_row + block
+    else:
+        entry_at = table_row + block.to(tl.int64) * table_stride.to(tl.int64)
+    # What is not read is as good as a block that is not allocated.
+    entry = _unsigned(tl.load(entry_at, mask=paged, other=-1))
+    slot = entry.to(SLOT) * block_stride_rows.to(SLOT) + (local % BLOCK_SIZE).to(SLOT)
+    valid = (entry < block_count.to(entry.dtype)) & (slot <= last_slot.to(SLOT))
+    if WORKSPACE:
+        fits = token < gathered_size.to(token.dtype)
+        part = local.to(tl.int64) * 0
+        if DCP_SIZE > 1:
+            fits = fits & within
+            part = owner.to(tl.int64) * rank_stride.to(tl.int64)
+        fits = fits & (ws_start <= last_ws_row.to(tl.int64) - part)
+        gathered = ws_start + part + local.to(tl.int64)
+        fits = fits & (gathered >= 0) & (gathered <= last_ws_row.to(tl.int64))
+        slot = tl.where(fits, gathered.to(SLOT), slot)
+        valid = valid | fits
+    return slot, valid
+
+
+@triton.jit
+def _store(
+    columns, topk, slot_row, slot, valid, before, pad,
+    COMPACT: tl.constexpr, SAFE: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Write some columns of a row; returns how many entries of it are valid so far.
+
+    Compacted, the store is a permutation of the row: the valid entries go to the front in their
+    order, the others fill the row from its end. So each place is written once, whatever is valid,
+    and all that a tile has to know of the others is how many valid entries came `before` it.
+    """
+    pad = pad.to(slot_row.dtype.element_ty)
+    slot = _signed(slot)
+    if COMPACT:
+        upto = before + tl.cumsum(valid.to(tl.int32), 0)
+        place = tl.where(valid, upto - 1, upto + (topk - 1 - columns))
+        if SAFE:
+            # Only in a row without any valid entry is an invalid one in column 0.
+            pad = tl.where(place == 0, 0, pad)
+    else:
+        place = columns
+    tl.store(slot_row + place, tl.where(valid, slot, pad), mask=columns < topk)
+    if COUNTED:
+        before += tl.sum(valid.to(tl.int32), 0)
+    return before
+
+
+@triton.jit
+def remap(
+    tokens, table, slots, counts, lengths,
+    req_id, request_rows, token_limits, ws_request_ids, ws_starts,
+    token_row_stride, token_stride, table_row_stride, table_stride, slot_row_stride,
+    count_stride, length_stride, req_stride, map_stride, limit_stride, ws_stride, start_stride,
+    topk, pieces, table_rows, last_local, map_size, ws_size, wide,
+    rank, block_stride_rows, last_block, last_slot, rank_stride, last_ws_row, pad,
+    BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr,
+    COMPACT: tl.constexpr, DENSE: tl.constexpr, TILE: tl.constexpr, PLAN: tl.constexpr,
+):  # fmt: skip
+    """Remap one row, or one piece of it; see `launch.py` for the arguments.
+
+    `PLAN` says how the programs share a row: `tile`: one program, one tile; `walk`: one program
+    walks the tiles; `split`: `pieces` programs with a tile each, which (compacting) count for
+    themselves what is valid in the tiles before theirs.
+    """
+    COUNTED: tl.constexpr = counts is not None
+    WORKSPACE: tl.constexpr = ws_starts is not None
+    SLOT: tl.constexpr = tl.uint64 if slots.dtype.element_ty == tl.int64 else tl.uint32
+    TOKEN_MAX: tl.constexpr = (1 << (tokens.dtype.element_ty.primitive_bitwidth - 1)) - 1
+    if PLAN == "split":
+        row = (tl.program_id(0) // pieces).to(tl.int64)
+        piece = tl.program_id(0) % pieces
+    else:
+        row = tl.program_id(0).to(tl.int64)
+
+    # --- what holds for the whole row ---
+    table_index, exists = _table_row(
+        row, req_id, request_rows, req_stride, map_stride, map_size, table_rows, wide
+    )
+    if DCP_SIZE == 1:
+        last_token = last_local.to(tl.int64)
+    else:
+        last_token = last_local.to(tl.int64) * 0 + TOKEN_MAX
+    if token_limits is not None:
+        limit = _number(token_limits, row, limit_stride, (wide & 4) != 0, row >= 0)
+        last_token = tl.minimum(last_token, tl.maximum(limit, 0) - 1)
+    gathered_size = _size(last_token)
+    ws_start = row * 0
+    if WORKSPACE:
+        entry = _number(ws_request_ids, row, ws_stride, (wide & 8) != 0, row >= 0)
+        known = (entry >= 0) & (entry < ws_size)
+        ws_start = _number(ws_starts, entry, start_stride, (wide & 16) != 0, known)
+        gathered_size = _size(tl.where(known, last_token, -1))
+        exists = exists & (entry < 0)
+    paged_size = _size(tl.where(exists, last_token, -1))
+    local_size = _size(last_local)
+    block_count = _size(last_block)
+    token_row = tokens + row * token_row_stride.to(tl.int64)
+    table_row = table + tl.where(exists, table_index, 0) * table_row_stride.to(tl.int64)
+    slot_row = slots + row * slot_row_stride.to(tl.int64)
+
+    # --- its columns ---
+    lanes = tl.arange(0, TILE)
+    count = topk * 0
+    if PLAN == "walk":
+        for start in range(0, topk, TILE):
+            slot, valid = _translate(
+                start + lanes, topk, token_row, token_stride, table_row, table_stride, paged_size,
+                gathered_size, local_size, rank, block_stride_rows, block_count, last_slot,
+                ws_start, rank_stride, last_ws_row, SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE,
+                INTERLEAVE, DENSE,
+            )  # fmt: skip
+            count = _store(
+                start + lanes, topk, slot_row, slot, valid, count, pad,
+                COMPACT, lengths is not None, COMPACT or COUNTED,
+            )  # fmt: skip
+    else:
+        start = topk * 0
+        if PLAN == "split":
+            start = piece * TILE
+            if COMPACT:
+                seen = tl.zeros([TILE], tl.int32)
+                for earlier in range(0, start, TILE):
+                    slot, valid = _translate(
+                        earlier + lanes, topk, token_row, token_stride, table_row, table_stride,
+                        paged_size, gathered_size, local_size, rank, block_stride_rows,
+                        block_count, last_slot, ws_start, rank_stride, last_ws_row, SLOT,
+                        WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE,
+                    )  # fmt: skip
+                    seen += valid.to(tl.int32)
+                count = tl.sum(seen, 0)
+        slot, valid = _translate(
+            start + lanes, topk, token_row, token_stride, table_row, table_stride, paged_size,
+            gathered_size, local_size, rank, block_stride_rows, block_count, last_slot,
+            ws_start, rank_stride, last_ws_row, SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE,
+            INTERLEAVE, DENSE,
+        )  # fmt: skip
+        count = _store(
+            start + lanes, topk, slot_row, slot, valid, count, pad,
+            COMPACT, lengths is not None, COUNTED,
+        )  # fmt: skip
+
+    if COUNTED:
+        # The program with the row's last columns knows the row's count.
+        is_last = row >= 0
+        if PLAN == "split":
+            is_last = piece == pieces - 1
+        tl.store(counts + row * count_stride.to(tl.int64), count, mask=is_last)
+        if lengths is not None:
+            length = tl.maximum(count, 1)
+            tl.store(lengths + row * length_stride.to(tl.int64), length, mask=is_last)
+
+
+@triton.jit
+def safe_lengths(
+    slots, counts, lengths, slot_row_stride, count_stride, length_stride, rows, TILE: tl.constexpr
+):
+    """`lengths = max(counts, 1)` and the dummy slot 0 in empty rows, for `TILE` rows."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    count = tl.load(counts + row * count_stride.to(tl.int64), mask=row < rows, other=1)
+    tl.store(lengths + row * length_stride.to(tl.int64), tl.maximum(count, 1), mask=row < rows)
+    empty = (row < rows) & (count <= 0)
+    tl.store(slots + row * slot_row_stride.to(tl.int64), count * 0, mask=empty)

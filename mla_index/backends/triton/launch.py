@@ -1,0 +1,405 @@
+"""Compiling and launching the kernels.
+
+Triton's own launch path binds and inspects every argument at each call. Here all that a kernel
+specialises on is in its `Variant`, so that a launch is: pick the variant, pass the arguments on.
+Addresses go as integers. A configuration has few variants, known beforehand, and `warm` compiles
+them all: nothing is compiled later, whatever T, W, strides or alignments come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton  # type: ignore[import-untyped]
+from torch import Tensor
+from triton.compiler import ASTSource  # type: ignore[import-untyped]
+
+from mla_index.backends.triton import kernels
+from mla_index.errors import NotWarm
+from mla_index.registry import Kernel
+from mla_index.specs import DTYPE_MAX, RemapSpec, SafeLengthsSpec
+
+INTERPRETED = not isinstance(kernels.remap, triton.JITFunction)
+"""Whether TRITON_INTERPRET was set when the kernels were defined."""
+
+POINTER = {torch.int32: "*i32", torch.int64: "*i64"}
+DIVISIBLE = [["tt.divisibility", 16]]
+SAFE_LENGTHS_ROWS = 128
+"""Rows a program of `safe_lengths`."""
+
+
+class Shape(NamedTuple):
+    """How a kernel cuts a row: see `kernels.remap` for the plans."""
+
+    plan: str
+    tile: int
+    warps: int
+
+
+def shapes(spec: RemapSpec) -> tuple[int, Shape, Shape]:
+    """A number of rows, the shape up to there, and the shape beyond.
+
+    With few rows multiprocessors are idle, and what counts is how long one row takes.
+    """
+    width = max(spec.topk, 32)
+    if not (spec.compact or spec.counts):
+        few, many = min(width, 512), min(width, 1024)
+        return (
+            256,
+            Shape("split", few, max(few // 128, 1)),
+            Shape("split", many, max(many // 256, 1)),
+        )
+    if width <= 4096:
+        one = Shape("tile", width, max(min(width // 256, 4), 1))
+        return 0, one, one
+    walk = Shape("walk", 2048, 4)
+    # The pieces of a row that is not compacted could not read it in peace: it may be `out`.
+    return 32, (Shape("split", 2048, 4) if spec.compact else walk), walk
+
+
+@dataclass(frozen=True)
+class Variant:
+    """All that one compiled kernel depends on.
+
+    Args:
+        function: a kernel of `kernels`.
+        signature: the Triton type of each parameter.
+        constants: the values of the parameters of type `constexpr`.
+        divisible: parameters that are multiples of 16.
+        warps: warps a program.
+    """
+
+    function: Any
+    signature: dict[str, str]
+    constants: dict[str, object]
+    divisible: tuple[str, ...]
+    warps: int
+
+    def source(self) -> Any:
+        """What `triton.compile` takes, with `options`."""
+        names = list(self.signature)
+        return ASTSource(
+            self.function,
+            self.signature,
+            {(names.index(name),): value for name, value in self.constants.items()},
+            {(names.index(name),): DIVISIBLE for name in self.divisible},
+        )
+
+    def trailing(self) -> tuple[object, ...]:
+        """The constants that stand after the arguments of a launch."""
+        return tuple(value for name, value in self.constants.items() if name.isupper())
+
+    def options(self) -> dict[str, int]:
+        """The compile options."""
+        return {"num_warps": self.warps, "enable_fp_fusion": False}
+
+
+def _variant(
+    function: Any,
+    pointers: dict[str, str | None],
+    constants: dict[str, object],
+    divisible: tuple[str, ...],
+    warps: int,
+) -> Variant:
+    """Parameters that are neither pointers nor constants are 64-bit integers."""
+    signature = {}
+    for name in function.arg_names:
+        kind = pointers.get(name, "i64")
+        signature[name] = "constexpr" if name in constants or kind is None else kind
+    absent = {name: None for name, kind in pointers.items() if kind is None}
+    return Variant(function, signature, {**constants, **absent}, divisible, warps)
+
+
+def remap_variant(spec: RemapSpec, *, dense: bool, shape: Shape) -> Variant:
+    """One kernel of remap.
+
+    Args:
+        spec: the configuration.
+        dense: the rows of tokens and slots are adjacent numbers, start at multiples of 16 bytes and
+            have a length of a multiple of 16; the columns of the table are adjacent. Then whole
+            vectors are loaded and stored.
+        shape: how a row is cut.
+    """
+    words = POINTER[torch.int32]
+    return _variant(
+        kernels.remap,
+        {
+            "tokens": POINTER[spec.token_dtype],
+            "table": POINTER[spec.table_dtype],
+            "slots": POINTER[spec.slot_dtype],
+            "counts": words if spec.counts else None,
+            "lengths": words if spec.safe_lengths else None,
+            "req_id": words if spec.req_id else None,
+            "request_rows": words if spec.request_rows else None,
+            "token_limits": words if spec.token_limits else None,
+            "ws_request_ids": words if spec.workspace else None,
+            "ws_starts": words if spec.workspace else None,
+            "topk": "i32",
+            "pieces": "i32",
+            "wide": "i32",
+            "rank": "i32",
+            "block_stride_rows": "i32",
+        },
+        {
+            "BLOCK_SIZE": spec.block_size,
+            "DCP_SIZE": spec.dcp_size,
+            "INTERLEAVE": spec.dcp_interleave,
+            "COMPACT": spec.compact,
+            "DENSE": dense,
+            "TILE": shape.tile,
+            "PLAN": shape.plan,
+        },
+        ("tokens", "slots", "token_row_stride", "slot_row_stride", "topk") if dense else (),
+        shape.warps,
+    )
+
+
+def safe_lengths_variant(spec: SafeLengthsSpec) -> Variant:
+    """The one kernel of safe_lengths."""
+    counts = POINTER[spec.count_dtype]
+    return _variant(
+        kernels.safe_lengths,
+        {"slots": POINTER[spec.slot_dtype], "counts": counts, "lengths": counts},
+        {"TILE": SAFE_LENGTHS_ROWS},
+        (),
+        max(SAFE_LENGTHS_ROWS // 32, 1),
+    )
+
+
+# --- compiled kernels on a device ---------------------------------------------------------------
+
+_lock = threading.Lock()
+_compiled = 0
+
+
+def compiled_kernels() -> int:
+    """Kernels compiled, or read from Triton's cache on disk, so far in this process."""
+    return _compiled
+
+
+class Ready(NamedTuple):
+    """A compiled kernel, taken apart for launching. Keeping it keeps the device's code loaded."""
+
+    kernel: Any
+    run: Callable[..., None]
+    function: int
+    metadata: Any
+    constants: tuple[object, ...]
+
+
+class Launcher:
+    """The variants of one configuration on one device: compiled when first needed, or by `warm`."""
+
+    def __init__(self, op: str, variants: tuple[Variant, ...], device: torch.device) -> None:
+        self.op = op
+        self.variants = variants
+        self.device = device
+        self.ready: list[Ready | None] = [None] * len(variants)
+        self.module = torch.get_device_module(device)
+        self.only_device = self.module.device_count() == 1
+        driver = triton.runtime.driver.active
+        self.current_stream = driver.get_current_stream
+        self.current_device = driver.get_current_device
+
+    def warm(self) -> int:
+        """Compile every variant; returns how many there are."""
+        for index in range(len(self.variants)):
+            self.compile(index)
+        return len(self.variants)
+
+    def compile(self, index: int) -> Ready:
+        """The variant, compiled and loaded on the device if it was not before."""
+        global _compiled
+        with _lock:
+            ready = self.ready[index]
+            if ready is None:
+                with self.module.device(self.device):
+                    self._refuse_in_capture()
+                    variant = self.variants[index]
+                    kernel = triton.compile(variant.source(), options=variant.options())
+                    run = kernel.run  # loads the code
+                ready = Ready(
+                    kernel, run, kernel.function, kernel.packed_metadata, variant.trailing()
+                )
+                self.ready[index] = ready
+                _compiled += 1
+            return ready
+
+    def _refuse_in_capture(self) -> None:
+        capturing = getattr(self.module, "is_current_stream_capturing", None)
+        if capturing is not None and capturing():
+            raise NotWarm(
+                f"a kernel of {self.op} for {self.device} is not compiled yet, and nothing can be "
+                "compiled inside a graph capture: call mla_index.warmup(op, spec, "
+                f"device={str(self.device)!r}) before the capture"
+            )
+
+    def __call__(self, index: int, programs: int, arguments: tuple[object, ...]) -> None:
+        """Launch a variant on the current stream of the device, with that device current."""
+        if self.only_device or self.current_device() == self.device.index:
+            self._launch(index, programs, arguments)
+        else:
+            with self.module.device(self.device):
+                self._launch(index, programs, arguments)
+
+    def _launch(self, index: int, programs: int, arguments: tuple[object, ...]) -> None:
+        kernel, run, function, metadata, constants = self.ready[index] or self.compile(index)
+        stream = self.current_stream(self.device.index)
+        if _hooked():
+            kernel[programs, 1, 1](*arguments, *constants, stream=stream)
+        else:
+            run(
+                programs, 1, 1, stream, function, metadata, None, None, None,
+                *arguments, *constants,
+            )  # fmt: skip
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to see launches; then they go through Triton's own path."""
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class Interpreter:
+    """Runs the variants in Triton's interpreter, on the CPU. It has no stream and no lock."""
+
+    def __init__(self, variants: tuple[Variant, ...]) -> None:
+        self.variants = variants
+
+    def __call__(self, index: int, programs: int, arguments: tuple[object, ...]) -> None:
+        """Run a variant; tensors stand where a device takes addresses."""
+        variant = self.variants[index]
+        kinds = variant.signature.values()
+        given = [
+            # Rows' scalars are read as 32-bit words, whatever their dtype.
+            triton.reinterpret(argument, triton.language.int32)
+            if isinstance(argument, Tensor) and kind == "*i32" and argument.dtype != torch.int32
+            else argument
+            for argument, kind in zip(arguments, kinds, strict=False)
+        ]
+        with _lock:
+            variant.function[(programs,)](*given, *variant.trailing())
+
+
+# --- the two operations -------------------------------------------------------------------------
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+ADDRESS: Callable[[Tensor], Any] = _itself if INTERPRETED else Tensor.data_ptr
+"""What stands for a tensor in a launch: its address, but the interpreter wants the tensor."""
+
+
+def _words(array: Tensor, bit: int) -> tuple[Any, int, int]:
+    """How a kernel reads an array as 32-bit words: address, stride in words, `bit` if int64."""
+    if array.dtype == torch.int64:
+        return ADDRESS(array), 2 * array.stride(0), bit
+    return ADDRESS(array), array.stride(0), 0
+
+
+def remap(spec: RemapSpec, device: torch.device) -> Kernel:
+    """The launcher of one configuration of remap and dcp_filter on one device."""
+    few_rows, *sizes = shapes(spec)
+    sizes = list(dict.fromkeys(sizes))
+    only_size = len(sizes) == 1
+    variants = tuple(
+        remap_variant(spec, dense=dense, shape=shape) for shape in sizes for dense in (False, True)
+    )
+    launcher = Interpreter(variants) if INTERPRETED else Launcher("remap", variants, device)
+    tiles = [shape.tile if shape.plan == "split" else 0 for shape in sizes]
+    last_token = DTYPE_MAX[spec.token_dtype]
+    last_entry = DTYPE_MAX[spec.table_dtype]
+    block_size = spec.block_size
+
+    def launch(
+        req_id: Tensor | None,
+        block_table: Tensor,
+        token_indices: Tensor,
+        out: Tensor,
+        counts: Tensor | None,
+        lengths: Tensor | None,
+        request_rows: Tensor | None,
+        token_limits: Tensor | None,
+        ws_request_ids: Tensor | None,
+        ws_starts: Tensor | None,
+        rank: int,
+        block_stride_rows: int,
+        rank_stride: int,
+        last_slot: int,
+        last_ws_row: int,
+        pad: int,
+    ) -> None:
+        rows, topk = token_indices.shape
+        token_row, token_step = token_indices.stride()
+        table_rows, table_columns = block_table.shape
+        table_row, table_step = block_table.stride()
+        slot_row = out.stride(0)
+        if rows == 1:  # the stride to a row that does not exist says nothing
+            token_row = slot_row = 0
+        misaligned = (token_indices.data_ptr() | out.data_ptr() | token_row | slot_row | topk) & 15
+        dense = not misaligned and token_step == 1 and table_step == 1
+        size = 0 if only_size or rows <= few_rows else 1
+        tile = tiles[size]
+        pieces = -(-topk // tile) if tile else 1
+
+        counts_at = lengths_at = req_at = map_at = limits_at = ws_at = starts_at = None
+        count_step = length_step = req_step = map_step = limit_step = ws_step = start_step = 0
+        map_size = ws_size = wide = 0
+        if counts is not None:
+            counts_at, count_step = ADDRESS(counts), counts.stride(0)
+        if lengths is not None:
+            lengths_at, length_step = ADDRESS(lengths), lengths.stride(0)
+        if req_id is not None:
+            req_at, req_step, wide = _words(req_id, 1)
+        if request_rows is not None:
+            map_at, map_step, bit = _words(request_rows, 2)
+            map_size, wide = request_rows.shape[0], wide | bit
+        if token_limits is not None:
+            limits_at, limit_step, bit = _words(token_limits, 4)
+            wide |= bit
+        if ws_request_ids is not None and ws_starts is not None:
+            ws_at, ws_step, bit = _words(ws_request_ids, 8)
+            starts_at, start_step, start_bit = _words(ws_starts, 16)
+            ws_size, wide = ws_starts.shape[0], wide | bit | start_bit
+
+        launcher(
+            2 * size + dense,
+            rows * pieces,
+            (
+                ADDRESS(token_indices), ADDRESS(block_table), ADDRESS(out), counts_at, lengths_at,
+                req_at, map_at, limits_at, ws_at, starts_at,
+                token_row, token_step, table_row, table_step, slot_row,
+                count_step, length_step, req_step, map_step, limit_step, ws_step, start_step,
+                topk, pieces, table_rows, min(table_columns * block_size - 1, last_token), map_size,
+                ws_size, wide, rank, block_stride_rows,
+                min(last_slot // block_stride_rows, last_entry), last_slot, rank_stride,
+                last_ws_row, pad,
+            ),
+        )  # fmt: skip
+
+    return Kernel(launch, launcher.warm if isinstance(launcher, Launcher) else None)
+
+
+def safe_lengths(spec: SafeLengthsSpec, device: torch.device) -> Kernel:
+    """The launcher of one configuration of safe_lengths on one device."""
+    variants = (safe_lengths_variant(spec),)
+    launcher = Interpreter(variants) if INTERPRETED else Launcher("safe_lengths", variants, device)
+
+    def launch(slots: Tensor, counts: Tensor, lengths: Tensor) -> None:
+        rows = slots.shape[0]
+        launcher(
+            0,
+            -(-rows // SAFE_LENGTHS_ROWS),
+            (
+                ADDRESS(slots), ADDRESS(counts), ADDRESS(lengths),
+                slots.stride(0), counts.stride(0), lengths.stride(0), rows,
+            ),
+        )  # fmt: skip
+
+    return Kernel(launch, launcher.warm if isinstance(launcher, Launcher) else None)
