@@ -97,6 +97,11 @@ def check_remap(
     )
     if literal is not None:
         _check_oracle(answer, problem, run, literal)
+    expected = {
+        "out": torch.tensor(answer.slots, dtype=spec.slot_dtype).reshape(problem.shape),
+        "counts_out": torch.tensor(answer.counts, dtype=torch.int32) if spec.counts else None,
+        "lengths_out": torch.tensor(answer.lengths, dtype=torch.int32) if run.safe else None,
+    }
     inputs = {name: placed.buffer.clone() for name, placed in tensors.items()}
     for _ in range(run.repeats):
         outputs = place_outputs(problem, run, spec, tensors, target.device)
@@ -104,16 +109,8 @@ def check_remap(
         with selector.record_launches() as launches:
             result = call(problem, run, spec, tensors, outputs, target.backend)
         expect_launches(launches, [selector.Launch(target.backend, run.op, spec)] * launched)
-        values: dict[str, Sequence[object]] = {
-            "out": answer.slots,
-            "counts_out": answer.counts,
-            "lengths_out": answer.lengths,
-        }
-        wanted = {"out": True, "counts_out": spec.counts, "lengths_out": run.safe}
-        dtypes = {"out": spec.slot_dtype}
-        for (name, want), tensor in zip(wanted.items(), result, strict=True):
-            dtype = dtypes.get(name, torch.int32)
-            _check_result(name, want, tensor, values[name], outputs, before, dtype)
+        for (name, values), tensor in zip(expected.items(), result, strict=True):
+            _check_result(name, tensor, values, outputs, before)
         for name, before_call in inputs.items():
             if not (run.outputs == "in_place" and name == "token_indices"):
                 check_unchanged(name, tensors[name], before_call)
@@ -123,15 +120,13 @@ def check_remap(
 
 def _check_result(
     name: str,
-    want: bool,
     tensor: Tensor | None,
-    values: Sequence[object],
+    expected: Tensor | None,
     outputs: Mapping[str, Placed],
     before: Mapping[str, Tensor],
-    dtype: torch.dtype,
 ) -> None:
     """One of the three results: there or None, itself if it was given, with the right bits."""
-    if not want:
+    if expected is None:
         if tensor is not None:
             raise Failure(f"{name} was not asked for, got a tensor")
         return
@@ -140,11 +135,10 @@ def _check_result(
     if name in outputs:
         if tensor is not outputs[name].view:
             raise Failure(f"{name} was given, but another tensor came back")
-        check_buffer(name, outputs[name], before[name], values)
+        check_buffer(name, outputs[name], before[name], expected)
         return
-    expected = torch.tensor(values, dtype=dtype).reshape(tensor.shape)
-    if tensor.dtype != dtype:
-        raise Failure(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.dtype != expected.dtype:
+        raise Failure(f"{name} must be {expected.dtype}, got {tensor.dtype}")
     differences(name, tensor.cpu(), expected)
 
 
@@ -313,7 +307,9 @@ def check_safe_lengths(
         None, shape[:1], count_dtype, target.device, run.layout("out"), CANARY[count_dtype]
     )
     before = placed.buffer.clone(), counted.buffer.clone(), lengths.buffer.clone()
-    rows, expected = oracle.safe_lengths(slots, counts)
+    answer = oracle.safe_lengths(slots, counts)
+    rows = torch.tensor(answer[0], dtype=slot_dtype).reshape(shape)
+    expected = torch.tensor(answer[1], dtype=count_dtype)
     out = lengths.view if run.outputs == "given" else None
     with selector.record_launches() as launches:
         result = mla_index.safe_lengths(placed.view, counted.view, out=out, backend=target.backend)
@@ -322,7 +318,7 @@ def check_safe_lengths(
     if out is None:
         if result.dtype != count_dtype:
             raise Failure(f"lengths must be {count_dtype}, got {result.dtype}")
-        differences("lengths", result.cpu(), torch.tensor(expected, dtype=count_dtype))
+        differences("lengths", result.cpu(), expected)
     else:
         if result is not out:
             raise Failure("out was given, but another tensor came back")
@@ -341,12 +337,12 @@ def expect_launches(seen: Sequence[selector.Launch], expected: Sequence[selector
         raise Failure(f"launched {shown or 'nothing'}: {list(seen)}, must be {list(expected)}")
 
 
-def check_buffer(name: str, placed: Placed, before: Tensor, values: Sequence[object]) -> None:
-    """The view holds `values`, and its surroundings what they held before."""
+def check_buffer(name: str, placed: Placed, before: Tensor, values: Tensor) -> None:
+    """The view holds `values` (on the host), and its surroundings what they held before."""
     expected = before.clone()
     view = placed.view_of(expected)
     if view.numel():
-        view.copy_(torch.tensor(values, dtype=view.dtype).reshape(view.shape))
+        view.copy_(values)
     if torch.equal(placed.buffer, expected):
         return
     differences(name, placed.view.cpu(), view.cpu())

@@ -232,18 +232,18 @@ def jobs(full: bool) -> Iterator[Job]:
             # dcp_filter is remap with other defaults: the reports about ranks run through it too.
             through_filter = report.problem.dcp is not None and mode in ("compact", "counts")
             run = replace(run, op="dcp_filter" if through_filter else "remap")
-            yield _job(f"{report.id}:{mode}", report, report.problem, run)
+            yield _job(f"{report.id}:{mode}", mode, report, report.problem, run)
             mix, dtypes = ("own", report.dtypes) if report.dtypes else next(mixes)
             look, layouts = ("own", report.layouts) if report.layouts else next(looks)
             other = replace(run, dtypes=dtypes, layouts=layouts, outputs="allocated")
             if report.widened:
                 problem = widen(report.problem, 2048 if full else 133)
                 wide = replace(other, outputs="given")
-                yield _job(f"{report.id}:{mode}:wide:{mix}:{look}", report, problem, wide)
+                yield _job(f"{report.id}:{mode}:wide:{mix}:{look}", mode, report, problem, wide)
             else:
-                yield _job(f"{report.id}:{mode}:{mix}:{look}", report, report.problem, other)
+                yield _job(f"{report.id}:{mode}:{mix}:{look}", mode, report, report.problem, other)
 
 
-def _job(name: str, report: Report, problem: Problem, run: Run) -> Job:
+def _job(name: str, mode: str, report: Report, problem: Problem, run: Run) -> Job:
     check = partial(check_remap, problem, run, report.literal)
-    return Job(name, run.op, report.tags, check)
+    return Job(name, run.op, (*report.tags, mode), check)

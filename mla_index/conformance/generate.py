@@ -54,6 +54,7 @@ def random_problem(
             for t, stale in zip(range(rows), _stale(random, count, rows), strict=True)
         ]
 
+    limits = (beyond, beyond, covered, covered // 2, 7, 0, -3)
     mapped = "request_rows" in features
     workspace = "workspace" in features
     return Problem(
@@ -66,10 +67,10 @@ def random_problem(
         block_size=block_size,
         block_stride_rows=block_stride_rows,
         request_rows=[*random.sample(range(requests), requests), -1, requests] if mapped else None,
-        token_limits=[random.choice((beyond, covered // 2, 7, 0, -3)) for _ in range(rows)]
+        token_limits=[random.choice(limits) for _ in range(rows)]
         if "token_limits" in features
         else None,
-        ws_ids=[random.choice((-1, -1, 0, 1, 2, 3, -7, 2**31 - 1)) for _ in range(rows)]
+        ws_ids=[random.choice((-1, -1, -1, -7, 0, 1, 2, 3, 2**31 - 1)) for _ in range(rows)]
         if workspace
         else None,
         ws_starts=[0, covered, -9] if workspace else None,

@@ -67,9 +67,13 @@ def place(
     strides = layout.strides(shape)
     start = MARGIN + layout.offset
     reach = sum((size - 1) * s for size, s in zip(shape, strides, strict=True) if size)
-    buffer = torch.full((start + max(reach, 0) + 1 + MARGIN,), fill, dtype=dtype)
+    length = start + max(reach, 0) + 1 + MARGIN
+    if values is None:
+        buffer = torch.full((length,), fill, dtype=dtype, device=device)
+        return Placed(buffer, buffer.as_strided(shape, strides, start))
+    buffer = torch.full((length,), fill, dtype=dtype)
     view = buffer.as_strided(shape, strides, start)
-    if values is not None and view.numel():
+    if view.numel():
         content = torch.tensor(values, dtype=dtype).reshape(shape)
         # An expanded dimension is written through its first element.
         first = tuple(

@@ -64,7 +64,7 @@ def _modes(
     for mode, run in modes.items():
         op = "dcp_filter" if has_dcp and mode in ("compact", "counts") else "remap"
         run = replace(run, op=op, **how)  # type: ignore[arg-type]
-        yield Job(f"{name}:{mode}", op, tags, partial(check_remap, problem, run, None))
+        yield Job(f"{name}:{mode}", op, (*tags, mode), partial(check_remap, problem, run, None))
 
 
 def _pick(*names: str) -> dict[str, Run]:
@@ -173,17 +173,16 @@ def features() -> Iterator[Job]:
             yield from _modes(f"{label}-{mix}", tags, recipe, modes, dtypes=dtypes)
 
 
-def _everything(seed: int, **more: object) -> Recipe:
+def _everything(seed: int) -> Recipe:
     return partial(
         random_problem,
         seed,
-        9,
+        17,
         37,
         features=FEATURES["everything"],
         dcp=(4, 1, 16),
         num_slots=64 * 33 + 5,
         block_stride_rows=65,
-        **more,  # type: ignore[arg-type]
     )
 
 
@@ -269,6 +268,34 @@ def pointers(full: bool) -> Iterator[Job]:
             yield from _modes(name, ("alignment", "strides"), recipe, modes, layouts=look)
 
 
+def limits() -> Iterator[Job]:
+    """The edge of each row's limit, and limits at the ends of their dtype."""
+    problem = Problem(
+        tokens=[[4, 5, 6, 63, 64, 127]] * 8,
+        table=[[7, 3]],
+        req_id=[0] * 8,
+        token_limits=[5, 6, 0, -1, 64, 65, 2**31 - 1, -(2**31)],
+    )
+    modes, tags = _pick("plain", "safe"), ("token_limits",)
+    yield from _modes("token-limits-edge", tags, problem, modes)
+    wide = replace(problem, token_limits=[5, 2**32, 2**32 + 5, -(2**32), 64, 65, 2**62, -(2**63)])
+    yield from _modes("token-limits-int64", tags, wide, modes)
+
+
+def ids() -> Iterator[Job]:
+    """Ids and rows beyond 32 bits are out of range, not cut to what would be in range."""
+    problem = Problem(
+        tokens=[[0, 64, 70]] * 6,
+        table=[[7, 3], [5, 6]],
+        req_id=[0, 2**32, 2**32 + 1, -(2**32), 1, 2**62],
+    )
+    mapped = replace(problem, req_id=[0, 1, 2, 3, 4, 2**33], request_rows=[1, 2**32, -(2**32), 0])
+    gathered = replace(problem, ws_ids=[0, 2**32, -(2**32), -1, 1, 2**40], ws_starts=[9, 500])
+    for name, case in {"req-id": problem, "request-rows": mapped, "workspace": gathered}.items():
+        tags = ("row-guard", "wrap")
+        yield from _modes(f"ids-beyond-int32-{name}", tags, case, _pick("plain", "safe"))
+
+
 def workspaces() -> Iterator[Job]:
     """Workspace rows: bounds, strides up to the limit, bad ids, starts at the ends of int64."""
     base = Problem(
@@ -344,6 +371,8 @@ def jobs(full: bool) -> Iterator[Job]:
     yield from dtypes()
     yield from layouts()
     yield from pointers(full)
+    yield from limits()
+    yield from ids()
     yield from workspaces()
     yield from empties()
     yield from extremes()
