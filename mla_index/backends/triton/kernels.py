@@ -41,7 +41,7 @@ def _signed(numbers):
 @triton.jit
 def _size(last):
     """`last + 1` of a last index (-1: none) as an unsigned number, exact up to 2**63."""
-    return last.to(tl.int64).to(tl.uint64, bitcast=True) + 1
+    return last.to(tl.uint64) + 1
 
 
 @triton.jit
