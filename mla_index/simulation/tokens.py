@@ -6,6 +6,8 @@ never have to be in memory together with the cache.
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 from torch import Tensor
 
@@ -18,15 +20,16 @@ ROPE = 64
 HEAD_DIM = LATENT + ROPE
 """Columns of a cache row."""
 
-_HASH_IDS = 1 << 40  # below this many, no two pairs of a seed and a hash id meet
+
+def stream(*key: object) -> torch.Generator:
+    """Random numbers that `key` determines, and that have nothing to do with another key's."""
+    # Hashed, because the generator takes 32 bits of its seed alone.
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def token_rows(request: Request, *, seed: int = 0) -> Tensor:
     """The rows of a request's tokens, float32 `[input_length, HEAD_DIM]`, standard normal."""
-    generator = torch.Generator()
     rows = torch.empty(len(request.hash_ids), HASH_BLOCK, HEAD_DIM)
     for block, hash_id in zip(rows, request.hash_ids, strict=True):
-        # Odd, so that no query, whose seeds are even, is the image of a token.
-        generator.manual_seed((2 * (seed * _HASH_IDS + hash_id) + 1) % 2**63)
-        block.normal_(generator=generator)
+        block.normal_(generator=stream("token", seed, hash_id))
     return rows.view(-1, HEAD_DIM)[: request.input_length]

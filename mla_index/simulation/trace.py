@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,7 @@ def read_trace(path: str | Path | None = None, limit: int | None = None) -> list
     requests: list[Request] = []
     try:
         with source.open(encoding="utf-8") as lines:
-            for request in _requests(lines, str(source)):
-                if limit is not None and len(requests) >= limit:
-                    break
-                requests.append(request)
+            requests.extend(islice(_requests(lines, str(source)), limit))
     except OSError as error:
         raise TraceError(f"cannot read the trace {source}: {error.strerror}") from error
     except UnicodeDecodeError as error:

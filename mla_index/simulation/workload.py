@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_index.rows import request_row_bounds
 from mla_index.simulation.indexer import INDEX_HEADS, index_scores, select_topk
-from mla_index.simulation.tokens import HEAD_DIM, ROPE
+from mla_index.simulation.tokens import HEAD_DIM, ROPE, stream
 from mla_index.simulation.trace import Request
 
 
@@ -55,7 +55,7 @@ def make_workload(
     More than one row a request is what speculative decoding makes: row `j` of `n` sees
     `n - 1 - j` tokens less than the whole prompt, and at least one.
     """
-    generator = torch.Generator().manual_seed(2 * seed)  # even: see token_rows
+    generator = stream("queries", seed)
     limits = [
         max(request.input_length - missing, 1)
         for request in requests
@@ -80,7 +80,7 @@ def make_workload(
 def select(workload: Workload, rows: slice, tokens: Tensor, topk: int, seed: int) -> Tensor:
     """The top-k of some rows of one request, int32 `[rows, topk]`; `tokens` are the request's."""
     scores = index_scores(workload.index_queries[rows], workload.index_weights[rows], tokens)
-    generator = torch.Generator().manual_seed(seed + rows.start)
+    generator = stream("order", seed, rows.start)
     limits = workload.limits[rows].tolist()
     selected = [
         select_topk(row, limit, topk, generator) for row, limit in zip(scores, limits, strict=True)

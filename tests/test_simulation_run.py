@@ -1,0 +1,193 @@
+"""The whole job on the small trace, and that it fails when an operation is wrong."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from mla_index import Reason, UnknownBackend, register, unregister
+from mla_index.backends import torch as right
+from mla_index.registry import CONTRACT_VERSION, Kernel, Limits
+from mla_index.simulation.paged import plan_blocks
+from mla_index.simulation.report import Check
+from mla_index.simulation.run import BOUND, simulate
+from mla_index.simulation.setting import Config, ConfigError, refuse_too_large
+from mla_index.simulation.trace import Request
+
+SMALL = {"requests": 8, "topk": 64, "heads": 2}  # the fifth has three tokens
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"dcp": 1},
+        {"dcp": 3, "interleave": 48},
+        {"dcp": 2, "interleave": 128, "rows_per_request": 3, "seed": 7},
+    ],
+    ids=str,
+)
+def test_every_bound_holds(more):
+    report = simulate(Config(**SMALL, **more))
+    assert report.passed
+    assert all(math.isfinite(check.value) for check in report.checks)
+    assert any(check.bound == BOUND and check.value > 0 for check in report.checks)
+    rows = 8 * more.get("rows_per_request", 1)
+    assert report.rows == rows
+    assert len(report.ranks) == more.get("dcp", 4)
+    for rank in (report.single, *report.ranks):
+        assert rank.diagnosis.valid + sum(rank.diagnosis.counts.values()) == rows * 64
+    assert sum(rank.diagnosis.valid for rank in report.ranks) == report.single.diagnosis.valid
+
+
+def test_the_facts_add_up():
+    report = simulate(Config(**SMALL))
+    assert report.short_rows == 1
+    assert report.single.diagnosis.counts[Reason.PADDING] == 61
+    assert report.single.diagnosis.valid == 8 * 64 - 61
+    assert [rank.empty_rows for rank in report.ranks] == [0, 0, 0, 1]  # three tokens, four ranks
+    assert report.rows_empty_somewhere == 1
+    assert report.single.saved_blocks > 0
+    assert set(report.explanations) == {"remap", "dcp_filter", "safe_lengths", "flat_row_view"}
+    assert {answer.chosen for answer in report.explanations.values()} == {"torch"}
+    told = json.loads(json.dumps(report.as_dict()))
+    assert told["passed"] is True
+    assert told["backends"]["remap"]["chosen"] == "torch"
+    assert told["ranks"][3]["entries"]["other_rank"] > 0
+
+
+def test_the_seed_decides_and_nothing_else():
+    def errors(seed):
+        return [check.value for check in simulate(Config(**SMALL, seed=seed)).checks]
+
+    assert errors(1) == errors(1)
+    assert errors(1) != errors(2)
+
+
+def test_progress_reaches_its_total():
+    seen = []
+    simulate(Config(**SMALL, dcp=2), lambda *step: seen.append(step))
+    assert [done for _, done, _ in seen] == list(range(1, 33))
+    assert {total for *_, total in seen} == {32}
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+def next_row(slots, counts, **_):
+    slots.copy_(torch.where(slots >= 0, slots + 1, slots))
+
+
+def one_entry_doubled(slots, counts, **_):
+    slots[0, 0] = slots[0, 1]
+
+
+def blocks_are_adjacent(slots, counts, *, block_stride_rows, **_):
+    slots.copy_(torch.where(slots >= 0, slots // block_stride_rows * 64 + slots % 64, slots))
+
+
+def last_entry_dropped(slots, counts, **_):
+    counts.sub_(1).clamp_min_(0)
+
+
+class Wrong:
+    name = "wrong"
+    contract_version = CONTRACT_VERSION
+    limits = Limits(("remap", "safe_lengths"), ("cpu",))
+
+    def __init__(self, fault, *, only_dcp=False):
+        self.fault, self.only_dcp = fault, only_dcp
+
+    def unavailable(self, device, *, probe):
+        return None
+
+    def unsupported(self, op, spec):
+        return None
+
+    def build(self, op, spec, device):
+        launch = right.build(op, spec, device).launch
+
+        def remap(*arguments):
+            launch(*arguments)
+            if not self.only_dcp or spec.dcp_size > 1:
+                self.fault(arguments[3], arguments[4], block_stride_rows=arguments[11])
+                if arguments[5] is not None:
+                    arguments[5].copy_(arguments[4].clamp_min(1))
+
+        def safe_lengths(slots, counts, lengths):
+            launch(slots, counts, lengths)
+            if self.fault is None:
+                lengths.add_(1)
+
+        return Kernel(safe_lengths if op == "safe_lengths" else remap)
+
+
+def simulate_with(backend, **more):
+    register(backend)
+    try:
+        return simulate(Config(**SMALL, backend="wrong", **more))
+    finally:
+        unregister("wrong")
+
+
+@pytest.mark.parametrize("fault", [next_row, one_entry_doubled, blocks_are_adjacent])
+def test_a_wrong_slot_breaks_the_first_bound(fault):
+    report = simulate_with(Wrong(fault))
+    assert not report.passed
+    assert not report.checks[0].passed
+    assert report.explanations["remap"].chosen == "wrong"
+
+
+@pytest.mark.parametrize("fault", [next_row, one_entry_doubled, last_entry_dropped])
+def test_a_wrong_share_breaks_the_second_bound(fault):
+    report = simulate_with(Wrong(fault, only_dcp=True))
+    broken = [check.name for check in report.checks if not check.passed]
+    assert "4 ranks vs one: relative L2 error, worst row" in broken
+    assert not any("unpaged" in name for name in broken)
+    lost = "entries that the ranks lose or keep twice"
+    assert (lost in broken) == (fault is last_entry_dropped)
+
+
+def test_nan_exceeds_every_bound():
+    check = Check("x", math.nan, 1.0)
+    assert not check.passed
+    assert json.dumps(check.as_dict()).count("null") == 1
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"requests": 0}, "requests must be at least 1, got 0"),
+        ({"topk": 0}, "topk must be at least 1"),
+        ({"dcp": 0}, "dcp must be at least 1"),
+        ({"interleave": -1}, "interleave must be at least 1"),
+        ({"heads": 0}, "heads must be at least 1"),
+        ({"rows_per_request": 0}, "rows_per_request must be at least 1"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"dcp": 2**20, "interleave": 2**20}, "size * "),
+        ({"device": "abacus"}, "abacus"),
+    ],
+    ids=str,
+)
+def test_bad_configurations(wrong, message):
+    with pytest.raises(ConfigError) as error:
+        Config(**wrong)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_backend_is_refused_before_any_work():
+    with pytest.raises(UnknownBackend, match="abacus"):
+        Config(backend="abacus")
+
+
+def test_a_cache_beyond_the_machine_is_refused_before_it_is_allocated():
+    hours = 2**20
+    huge = [Request(0, hours * 512, 0, tuple(range(hours)))]
+    plan = plan_blocks(huge, block_size=2**16)
+    with pytest.raises(ConfigError, match=r"requests must be fewer: .* takes 24\d\d\.\d GB"):
+        refuse_too_large(plan, torch.device("cpu"))
