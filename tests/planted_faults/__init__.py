@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from mla_index.specs import DTYPE_MAX
 from planted_faults.reference import (
     ReferenceBackend,
     Steps,
@@ -18,8 +19,6 @@ from planted_faults.reference import (
     share,
     store,
 )
-
-from mla_index.specs import DTYPE_MAX
 
 __all__ = ["FAULTS", "Fault", "ReferenceBackend", "Steps"]
 

@@ -17,6 +17,7 @@ from mla_index.registry import CONTRACT_VERSION, LAUNCH_PARAMETERS, Kernel, Limi
 from mla_index.specs import RemapSpec, Spec
 from mla_index.views import flat_row_view
 
+LIMITS = Limits(("remap", "safe_lengths", "flat_row_view"), ("cpu",))
 WILD = 1
 SMALL = 10_000_000
 
@@ -267,7 +268,7 @@ class ReferenceBackend:
     name: str
     steps: Steps = Steps()
     contract_version: int = CONTRACT_VERSION
-    limits: Limits = Limits(("remap", "safe_lengths", "flat_row_view"), ("cpu",))
+    limits: Limits = LIMITS
 
     def unavailable(self, device: torch.device, *, probe: bool) -> str | None:
         return None
