@@ -1,19 +1,34 @@
 """Refusing bad arguments, in one place: which argument, what it was, what is taken.
 
-`operations.py` calls the functions here; no backend checks anything. What every call needs is
-written for speed there; this file may take its time, since it runs once for a configuration or on
-the way to an error.
+`operations.py` calls the functions here; no backend checks anything. Two kinds: `…_fits` runs at
+every call, answers the common case in a microsecond and names nothing; the rest may take its time,
+since it runs once for a configuration, or where something is unusual or wrong.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mla_index.overlap import overlaps
 from mla_index.specs import DTYPE_MAX, INT32_MAX, INT64_MAX, index_dtype, integer
+
+Inputs: TypeAlias = tuple[
+    Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]
+INPUT_NAMES = (
+    "token_indices",
+    "block_table",
+    "req_id",
+    "request_rows",
+    "token_limits",
+    "workspace.request_ids",
+    "workspace.starts",
+)
+Outputs: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+OUTPUT_NAMES = ("out", "counts_out", "lengths_out")
 
 
 def index_tensor(value: object, name: str) -> None:
@@ -63,6 +78,15 @@ def pad_value(value: object, dtype: torch.dtype) -> int:
     return number
 
 
+def rank_stride(stride: int, size: int) -> int:
+    """`workspace.rank_stride`, if every rank's part has an address."""
+    if size * stride > INT64_MAX:
+        raise ValueError(
+            f"dcp.size * workspace.rank_stride must be below 2**63, got {size} * {stride}"
+        )
+    return stride
+
+
 def last_row(value: object, name: str, dtype: torch.dtype) -> int:
     """The largest slot that a bound (or None) leaves in `dtype`."""
     if value is None:
@@ -70,21 +94,144 @@ def last_row(value: object, name: str, dtype: torch.dtype) -> int:
     return min(integer_in(value, name, 0, INT64_MAX) - 1, DTYPE_MAX[dtype])
 
 
-def same_device(tensors: dict[str, Tensor | None], device: torch.device) -> None:
-    """Refuse a tensor that is not on `device`, where token_indices are."""
-    for name, tensor in tensors.items():
+def remap_fits(
+    inputs: Inputs, outputs: Outputs, rows: int, topk: int, device: torch.device
+) -> bool:
+    """Whether shapes, devices, strides and storages are plainly right.
+
+    False says only that `remap_tensors` must look closer: at a storage that an output shares with
+    another tensor, for example, which it may well allow.
+    """
+    _, block_table, req_id, request_rows, token_limits, ws_request_ids, ws_starts = inputs
+    if block_table.dim() != 2:
+        return False
+    shape = (rows,)
+    for vector in (req_id, token_limits, ws_request_ids):
+        if vector is not None and vector.shape != shape:
+            return False
+    for vector in (request_rows, ws_starts):
+        if vector is not None and vector.dim() != 1:
+            return False
+    for tensor in inputs:
         if tensor is not None and tensor.device != device:
+            return False
+    out, counts_out, lengths_out = outputs
+    if out is None and counts_out is None and lengths_out is None:
+        return True
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor is not None}
+    if out is not None:
+        if out.shape != (rows, topk) or out.device != device:
+            return False
+        pitch, step = out.stride()
+        start = out.untyped_storage().data_ptr()
+        if step != 1 or pitch < topk or start in taken:
+            return False
+        taken.add(start)
+    for vector in (counts_out, lengths_out):
+        if vector is not None:
+            start = vector.untyped_storage().data_ptr()
+            if (
+                vector.shape != shape
+                or vector.device != device
+                or vector.stride() == (0,)
+                or start in taken
+            ):
+                return False
+            taken.add(start)
+    return True
+
+
+def remap_tensors(inputs: Inputs, outputs: Outputs, in_place: bool) -> None:
+    """Refuse wrong shapes, devices, strides and overlaps of the tensors of `remap`.
+
+    With `in_place`, `out` may be `token_indices` itself.
+    """
+    given = {name: t for name, t in zip(INPUT_NAMES, inputs, strict=True) if t is not None}
+    written = {name: t for name, t in zip(OUTPUT_NAMES, outputs, strict=True) if t is not None}
+    rows, topk = given["token_indices"].shape
+    dimensions(given["block_table"], 2, "block_table", "[R, W]")
+    for name in ("req_id", "token_limits", "workspace.request_ids"):
+        if name in given:
+            dimensions(given[name], 1, name, "[T]")
+            if given[name].shape[0] != rows:
+                raise ValueError(
+                    f"{name} and token_indices must cover the same tokens, "
+                    f"got {given[name].shape[0]} and {rows} rows"
+                )
+    for name in ("request_rows", "workspace.starts"):
+        if name in given:
+            dimensions(given[name], 1, name, "[n]")
+    for name, tensor in written.items():
+        output(tensor, name, (rows, topk) if name == "out" else (rows,))
+    same_device({**given, **written}, "token_indices")
+    refuse_overlap(written, given, in_place)
+
+
+def safe_lengths_fit(slots: Tensor, counts: Tensor, out: Tensor | None) -> bool:
+    """Whether shapes, devices, strides and storages are plainly right, as `remap_fits`."""
+    device, shape = slots.device, counts.shape
+    if slots.dim() != 2 or counts.dim() != 1 or counts.device != device:
+        return False
+    rows, topk = slots.shape
+    if shape != (rows,) or topk == 0 or 0 in slots.stride():
+        return False
+    start, other = slots.untyped_storage().data_ptr(), counts.untyped_storage().data_ptr()
+    if start == other:
+        return False
+    if out is None:
+        return True
+    return (
+        out.shape == shape
+        and out.device == device
+        and out.stride() != (0,)
+        and out.untyped_storage().data_ptr() not in (start, other)
+    )
+
+
+def safe_lengths_tensors(slots: Tensor, counts: Tensor, out: Tensor | None) -> None:
+    """Refuse wrong shapes, devices, strides and overlaps of the tensors of `safe_lengths`."""
+    dimensions(slots, 2, "slots", "[T, K]")
+    dimensions(counts, 1, "counts", "[T]")
+    rows, topk = slots.shape
+    if counts.shape[0] != rows:
+        raise ValueError(
+            f"counts and slots must cover the same rows, got {counts.shape[0]} and {rows}"
+        )
+    if topk == 0 and rows:
+        raise ValueError(
+            f"slots must have at least one column for the dummy slot, got {tuple(slots.shape)}"
+        )
+    strides = slots.stride()
+    if any(size > 1 and not step for size, step in zip(slots.shape, strides, strict=True)):
+        raise ValueError(f"slots must not be expanded, got strides {strides}")
+    written = {"slots": slots}
+    if out is not None:
+        output(out, "out", (rows,))
+        written["out"] = out
+    same_device({**written, "counts": counts}, "slots")
+    refuse_overlap(written, {"counts": counts}, in_place=False)
+
+
+def same_device(tensors: dict[str, Tensor], reference: str) -> None:
+    """Refuse a tensor that is not where the reference is."""
+    device = tensors[reference].device
+    for name, tensor in tensors.items():
+        if tensor.device != device:
             raise ValueError(
-                f"{name} must be on {device}, where token_indices are, got {tensor.device}"
+                f"{name} must be on {device}, where {reference} is, got {tensor.device}"
             )
 
 
-def output(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse an output of another shape or dtype, or whose elements could fall together."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+def output_dtype(value: object, name: str, dtype: torch.dtype) -> None:
+    """Refuse an output that is not a tensor of `dtype`."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
+
+
+def output(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse an output of another shape, or whose elements could fall together."""
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f"{name} must have exactly the shape {shape}, got {tuple(tensor.shape)}; "
@@ -102,17 +249,15 @@ def output(tensor: Tensor, name: str, shape: tuple[int, ...], dtype: torch.dtype
         )
 
 
-def refuse_overlap(
-    outputs: dict[str, Tensor | None], inputs: dict[str, Tensor | None], in_place: bool
-) -> None:
+def refuse_overlap(outputs: dict[str, Tensor], inputs: dict[str, Tensor], in_place: bool) -> None:
     """Refuse an output that shares memory with an input or with another output.
 
     With `in_place`, `out` may be `token_indices` itself: same start, strides and dtype.
     """
-    given = [(name, tensor) for name, tensor in outputs.items() if tensor is not None]
-    for i, (name, tensor) in enumerate(given):
-        for other_name, other in [*inputs.items(), *given[:i]]:
-            if other is None or not overlaps(tensor, other):
+    seen = dict(inputs)
+    for name, tensor in outputs.items():
+        for other_name, other in seen.items():
+            if not overlaps(tensor, other):
                 continue
             pair = (name, other_name) == ("out", "token_indices")
             if pair and in_place and _same_view(tensor, other):
@@ -121,6 +266,7 @@ def refuse_overlap(
                 f"{name} must not overlap {other_name}, but they share memory"
                 + (" (out may be token_indices itself only with compact=False)" if pair else "")
             )
+        seen[name] = tensor
 
 
 def _same_view(a: Tensor, b: Tensor) -> bool:

@@ -19,7 +19,6 @@ from mla_index.selector import Names
 from mla_index.specs import (
     DTYPE_MAX,
     INT32_MAX,
-    INT64_MAX,
     Dcp,
     PrefillWorkspace,
     RemapSpec,
@@ -219,7 +218,8 @@ def _remap(
             None if workspace is None else (workspace.request_ids.dtype, workspace.starts.dtype),
             None if dcp is None else (dcp.size, dcp.interleave),
             None if out is None else out.dtype,
-            counts_out is None, lengths_out is None,
+            None if counts_out is None else counts_out.dtype,
+            None if lengths_out is None else lengths_out.dtype,
         )  # fmt: skip
     except (AttributeError, TypeError, ValueError):
         key = None  # an argument is not what it should be: the plan's checks say which
@@ -234,18 +234,15 @@ def _remap(
             _plans[key] = plan
 
     # --- what may differ from call to call ---
-    shape = (rows,)
-    if (
-        block_table.dim() != 2
-        or block_table.device != device
-        or (req_id is not None and (req_id.shape != shape or req_id.device != device))
-        or request_rows is not None
-        or token_limits is not None
-        or workspace is not None
-    ):
-        _check_inputs(
-            req_id, block_table, token_indices, request_rows, token_limits, workspace, dcp
-        )
+    ws_request_ids = ws_starts = None
+    if workspace is not None:
+        ws_request_ids, ws_starts = workspace.request_ids, workspace.starts
+    inputs = (
+        token_indices, block_table, req_id, request_rows, token_limits, ws_request_ids, ws_starts
+    )  # fmt: skip
+    outputs = (out, counts_out, lengths_out)
+    if not checks.remap_fits(inputs, outputs, rows, topk, device):
+        checks.remap_tensors(inputs, outputs, in_place=not compact)
     slot_dtype = plan.slot_dtype
     if block_stride_rows is None:
         block_stride_rows = block_size
@@ -253,16 +250,14 @@ def _remap(
         block_stride_rows = checks.block_stride(block_stride_rows, block_size)
     if pad != -1 or type(pad) is not int:
         pad = checks.pad_value(pad, slot_dtype)
-    last_slot = (
-        DTYPE_MAX[slot_dtype]
-        if num_slots is None
-        else checks.last_row(num_slots, "num_slots", slot_dtype)
-    )
-    if out is not None or counts_out is not None or lengths_out is not None:
-        _check_outputs(
-            (req_id, block_table, token_indices, request_rows, token_limits, workspace),
-            out, counts_out, lengths_out, slot_dtype, compact,
-        )  # fmt: skip
+    last_slot = last_ws_row = DTYPE_MAX[slot_dtype]
+    if num_slots is not None:
+        last_slot = checks.last_row(num_slots, "num_slots", slot_dtype)
+    rank_stride = 0
+    if workspace is not None:
+        rank_stride = checks.rank_stride(workspace.rank_stride, 1 if dcp is None else dcp.size)
+        if workspace.num_rows is not None:
+            last_ws_row = checks.last_row(workspace.num_rows, "workspace.num_rows", slot_dtype)
     if plan.lengths and topk == 0 and rows:
         raise ValueError(
             f"safe_lengths needs at least one column for the dummy slot, got token_indices of "
@@ -272,28 +267,19 @@ def _remap(
     if out is None:
         out = torch.empty((rows, topk), dtype=slot_dtype, device=device)
     if counts_out is None and plan.counts:
-        counts_out = torch.empty(shape, dtype=torch.int32, device=device)
+        counts_out = torch.empty((rows,), dtype=torch.int32, device=device)
     if lengths_out is None and plan.lengths:
-        lengths_out = torch.empty(shape, dtype=torch.int32, device=device)
+        lengths_out = torch.empty((rows,), dtype=torch.int32, device=device)
     if rows == 0 or topk == 0:
         if counts_out is not None:
             counts_out.zero_()
         return Remapped(out, counts_out, lengths_out)
 
-    launch = plan.launch or plan.resolve()
-    if workspace is None:
-        launch(
-            req_id, block_table, token_indices, out, counts_out, lengths_out, request_rows,
-            token_limits, None, None, 0 if dcp is None else dcp.rank, block_stride_rows, 0,
-            last_slot, 0, pad,
-        )  # fmt: skip
-    else:
-        launch(
-            req_id, block_table, token_indices, out, counts_out, lengths_out, request_rows,
-            token_limits, workspace.request_ids, workspace.starts,
-            0 if dcp is None else dcp.rank, block_stride_rows, workspace.rank_stride, last_slot,
-            checks.last_row(workspace.num_rows, "workspace.num_rows", slot_dtype), pad,
-        )  # fmt: skip
+    (plan.launch or plan.resolve())(
+        req_id, block_table, token_indices, out, counts_out, lengths_out, request_rows,
+        token_limits, ws_request_ids, ws_starts, 0 if dcp is None else dcp.rank,
+        block_stride_rows, rank_stride, last_slot, last_ws_row, pad,
+    )  # fmt: skip
     return Remapped(out, counts_out, lengths_out)
 
 
@@ -342,6 +328,9 @@ def _plan_remap(
         checks.index_tensor(workspace.starts, "workspace.starts")
     if dcp is not None and not isinstance(dcp, Dcp):
         raise TypeError(f"dcp must be a mla_index.Dcp, got {type(dcp).__name__}")
+    for name, tensor in (("counts_out", counts_out), ("lengths_out", lengths_out)):
+        if tensor is not None:
+            checks.output_dtype(tensor, name, torch.int32)
     return _Plan(
         op,
         RemapSpec(
@@ -378,78 +367,6 @@ def _slot_dtype(
     return out.dtype
 
 
-def _check_inputs(
-    req_id: Tensor | None,
-    block_table: Tensor,
-    token_indices: Tensor,
-    request_rows: Tensor | None,
-    token_limits: Tensor | None,
-    workspace: PrefillWorkspace | None,
-    dcp: Dcp | None,
-) -> None:
-    """Shapes and devices of the inputs of `remap`."""
-    rows = token_indices.shape[0]
-    checks.dimensions(block_table, 2, "block_table", "[R, W]")
-    of_rows = {"req_id": req_id, "token_limits": token_limits}
-    free = {"request_rows": request_rows}
-    if workspace is not None:
-        of_rows["workspace.request_ids"] = workspace.request_ids
-        free["workspace.starts"] = workspace.starts
-        size = 1 if dcp is None else dcp.size
-        if size * workspace.rank_stride > INT64_MAX:
-            raise ValueError(
-                f"dcp.size * workspace.rank_stride must be below 2**63, "
-                f"got {size} * {workspace.rank_stride}"
-            )
-    for name, tensor in of_rows.items():
-        if tensor is not None:
-            checks.dimensions(tensor, 1, name, "[T]")
-            if tensor.shape[0] != rows:
-                raise ValueError(
-                    f"{name} and token_indices must cover the same tokens, "
-                    f"got {tensor.shape[0]} and {rows} rows"
-                )
-    for name, tensor in free.items():
-        if tensor is not None:
-            checks.dimensions(tensor, 1, name, "[n]")
-    checks.same_device({"block_table": block_table, **of_rows, **free}, token_indices.device)
-
-
-def _check_outputs(
-    inputs: tuple[
-        Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, PrefillWorkspace | None
-    ],
-    out: Tensor | None,
-    counts_out: Tensor | None,
-    lengths_out: Tensor | None,
-    slot_dtype: torch.dtype,
-    compact: bool,
-) -> None:
-    """Shapes, dtypes, devices, strides and overlaps of the outputs that were given."""
-    req_id, block_table, token_indices, request_rows, token_limits, workspace = inputs
-    shape = tuple(token_indices.shape)
-    if out is not None:
-        checks.output(out, "out", shape, slot_dtype)
-    for name, tensor in (("counts_out", counts_out), ("lengths_out", lengths_out)):
-        if tensor is not None:
-            checks.output(tensor, name, shape[:1], torch.int32)
-    outputs = {"out": out, "counts_out": counts_out, "lengths_out": lengths_out}
-    checks.same_device(outputs, token_indices.device)
-    checks.refuse_overlap(
-        outputs,
-        {
-            "token_indices": token_indices,
-            "block_table": block_table,
-            "req_id": req_id,
-            "request_rows": request_rows,
-            "token_limits": token_limits,
-            "workspace.request_ids": None if workspace is None else workspace.request_ids,
-            "workspace.starts": None if workspace is None else workspace.starts,
-        },
-        in_place=not compact,
-    )
-
-
 def safe_lengths(
     slots: Tensor, counts: Tensor, *, out: Tensor | None = None, backend: Names = "auto"
 ) -> Tensor:
@@ -474,46 +391,32 @@ def safe_lengths(
     """
     if type(backend) is not str:
         backend = selector.names(backend)
-    checks.index_tensor(slots, "slots")
-    checks.index_tensor(counts, "counts")
-    device = slots.device
-    key = ("safe_lengths", backend, selector.override(), device, slots.dtype, counts.dtype)
-    plan = _plans.get(key)
+    try:
+        key = ("safe_lengths", backend, selector.override(), slots.device, slots.dtype,
+               counts.dtype, None if out is None else out.dtype)  # fmt: skip
+        plan = _plans.get(key)
+    except (AttributeError, TypeError):
+        key = plan = None  # an argument is not what it should be: the plan's checks say which
     if plan is None:
-        spec = SafeLengthsSpec(slots.dtype, counts.dtype)
-        plan = _plans[key] = _Plan("safe_lengths", spec, device, backend)
-    _check_safe_lengths(slots, counts, out)
-    rows = slots.shape[0]
+        plan = _plan_safe_lengths(slots, counts, out, backend)
+        if key is not None:
+            _plans[key] = plan
+    if not checks.safe_lengths_fit(slots, counts, out):
+        checks.safe_lengths_tensors(slots, counts, out)
     if out is None:
-        out = torch.empty((rows,), dtype=counts.dtype, device=device)
-    if rows:
+        out = torch.empty(counts.shape, dtype=counts.dtype, device=slots.device)
+    if slots.shape[0]:
         (plan.launch or plan.resolve())(slots, counts, out)
     return out
 
 
-def _check_safe_lengths(slots: Tensor, counts: Tensor, out: Tensor | None) -> None:
-    checks.dimensions(slots, 2, "slots", "[T, K]")
-    checks.dimensions(counts, 1, "counts", "[T]")
-    rows, topk = slots.shape
-    if counts.shape[0] != rows:
-        raise ValueError(
-            f"counts and slots must cover the same rows, got {counts.shape[0]} and {rows}"
-        )
-    if topk == 0 and rows:
-        raise ValueError(
-            f"slots must have at least one column for the dummy slot, got {tuple(slots.shape)}"
-        )
-    if any(size > 1 and stride == 0 for size, stride in zip(slots.shape, slots.stride())):  # noqa: B905 (same length)
-        raise ValueError(f"slots must not be expanded, got strides {slots.stride()}")
-    if counts.device != slots.device:
-        raise ValueError(f"counts must be on {slots.device}, where slots are, got {counts.device}")
-    outputs: dict[str, Tensor | None] = {"slots": slots}
+def _plan_safe_lengths(slots: Tensor, counts: Tensor, out: Tensor | None, backend: Names) -> _Plan:
+    checks.index_tensor(slots, "slots")
+    checks.index_tensor(counts, "counts")
     if out is not None:
-        checks.output(out, "out", (rows,), counts.dtype)
-        if out.device != slots.device:
-            raise ValueError(f"out must be on {slots.device}, where slots are, got {out.device}")
-        outputs["out"] = out
-    checks.refuse_overlap(outputs, {"counts": counts}, in_place=False)
+        checks.output_dtype(out, "out", counts.dtype)
+    spec = SafeLengthsSpec(slots.dtype, counts.dtype)
+    return _Plan("safe_lengths", spec, slots.device, backend)
 
 
 def flat_row_view(kv_cache: Tensor, block_size: int, *, backend: Names = "auto") -> FlatRows:

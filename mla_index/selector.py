@@ -76,9 +76,8 @@ _listeners: list[Callable[[], None]] = []
 _launches: list[Launch] | None = None
 
 
-def override() -> tuple[str, ...] | None:
-    """The names that `use_backend` has put in force in this context, or None."""
-    return _override.get()
+override = _override.get
+"""The names that `use_backend` has put in force in this context, or None; asked at every call."""
 
 
 def on_change(listener: Callable[[], None]) -> None:
