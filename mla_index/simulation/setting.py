@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from mla_index.errors import UnknownBackend
 from mla_index.selector import Names, check_names
 from mla_index.simulation.paged import BlockPlan, pool_bytes
 from mla_index.simulation.workload import Workload
@@ -70,9 +71,11 @@ class Config:
         try:
             self.place()
             Dcp(self.dcp, 0, self.interleave)
+            check_names(self.backend)
+        except UnknownBackend:
+            raise
         except (RuntimeError, ValueError) as error:
             raise ConfigError(str(error).splitlines()[0]) from error
-        check_names(self.backend)
 
     def place(self) -> torch.device:
         """The device, with the index that tensors on it will report."""
