@@ -1,0 +1,130 @@
+"""From a kernel's text to machine code, without a device: Numba to PTX, nvJitLink to a cubin.
+
+Going around Numba's own launcher means that Numba never makes or selects a device context, and
+that a machine without a GPU compiles exactly what a card would run.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from numba import cuda, types
+
+from mla_index.backends.numba import kernels
+from mla_index.backends.numba.target import on_card
+from mla_index.specs import RemapSpec, SafeLengthsSpec
+
+MAX_WARPS = 16
+"""Warps of a block. Two such blocks fill a multiprocessor, and a tile of int64 fits in 48 KiB."""
+
+TWO_GROUPS_FROM = 1024
+"""Width class from which a lane takes two groups of columns."""
+
+Config = kernels.RemapConfig | SafeLengthsSpec
+
+
+class Compiled(NamedTuple):
+    """One kernel's code.
+
+    Args:
+        name: of the entry point.
+        code: a cubin; PTX where nvJitLink would not take Numba's PTX (an older release of it than
+            of the compiler), for the driver to try.
+        log: what ptxas had to say: registers, stack, spills.
+    """
+
+    name: str
+    code: bytes
+    log: str
+
+
+_lock = threading.Lock()
+
+
+def remap_config(spec: RemapSpec) -> kernels.RemapConfig:
+    """The kernel that serves a spec; several width classes share one."""
+    name = {torch.int32: "int32", torch.int64: "int64"}
+    return kernels.RemapConfig(
+        token=name[spec.token_dtype],
+        table=name[spec.table_dtype],
+        slot=name[spec.slot_dtype],
+        block_size=spec.block_size,
+        dcp_size=spec.dcp_size,
+        dcp_interleave=spec.dcp_interleave,
+        compact=spec.compact,
+        counts=spec.counts,
+        safe_lengths=spec.safe_lengths,
+        req_id=spec.req_id,
+        request_rows=spec.request_rows,
+        token_limits=spec.token_limits,
+        workspace=spec.workspace,
+        groups=2 if spec.topk >= TWO_GROUPS_FROM else 1,
+    )
+
+
+@cache
+def compiled(config: Config, capability: tuple[int, int]) -> Compiled:
+    """The code of a kernel for a compute capability, compiled once a process."""
+    # Numba's warnings are about the speed of launches that it does not make here.
+    with _lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        function, parameters, pointers = _source(config)
+        signature = types.void(
+            *(
+                types.CPointer(getattr(types, pointers[name])) if name in pointers else types.int64
+                for name in parameters
+            )
+        )
+        ptx, _ = cuda.compile(
+            function, signature, device=False, abi="numba", cc=capability, output="ptx",
+            debug=False, opt=True, launch_bounds=32 * MAX_WARPS,
+        )  # fmt: skip
+    entry = re.search(r"\.entry\s+(\w+)\(", ptx)
+    if entry is None:
+        raise RuntimeError("Numba's PTX has no kernel in it")
+    try:
+        code, log = _link(ptx.encode(), capability)
+    except Exception as error:
+        code, log = ptx.encode() + b"\0", f"not linked: {error}"
+    return Compiled(entry[1], code, log)
+
+
+def compiled_kernels() -> int:
+    """Kernels compiled so far in this process."""
+    return compiled.cache_info().currsize
+
+
+def _source(config: Config) -> tuple[Callable[..., None], tuple[str, ...], dict[str, str]]:
+    if isinstance(config, kernels.RemapConfig):
+        function = kernels.remap_kernel(config, on_card())
+        return function, kernels.REMAP_PARAMETERS, kernels.remap_pointers(config)
+    slot, count = (str(d).removeprefix("torch.") for d in (config.slot_dtype, config.count_dtype))
+    return (
+        kernels.safe_lengths_kernel(on_card(), count),
+        kernels.SAFE_LENGTHS_PARAMETERS,
+        kernels.safe_lengths_pointers(slot, count),
+    )
+
+
+def _link(ptx: bytes, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """The cubin of a PTX text, and the log of making it."""
+    from cuda.bindings import nvjitlink
+
+    options = [f"-arch=sm_{capability[0]}{capability[1]}", "-verbose"]
+    handle = nvjitlink.create(len(options), options)
+    try:
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, ptx, len(ptx), "mla_index")
+        nvjitlink.complete(handle)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, cubin)
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+    finally:
+        nvjitlink.destroy(handle)
+    return bytes(cubin), log.rstrip(b"\0").decode()

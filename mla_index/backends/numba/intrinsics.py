@@ -1,0 +1,99 @@
+"""What the card has and Numba's language has no word for: 16-byte accesses, and warp scans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import cuda, types
+from numba.cuda.extending import intrinsic
+
+ALL_LANES = 0xFFFFFFFF
+_VECTOR_BYTES = 16
+
+
+def _vectors(builder: Any, pointer: Any, index: Any, bits: int) -> list[Any]:
+    """Addresses of the 16-byte vectors that four elements of `bits` from `index` make up."""
+    per_vector = 8 * _VECTOR_BYTES // bits
+    vector = ir.VectorType(ir.IntType(bits), per_vector)
+    first = builder.gep(pointer, [index])
+    return [
+        builder.bitcast(builder.gep(first, [ir.Constant(ir.IntType(64), i)]), vector.as_pointer())
+        for i in range(0, 4, per_vector)
+    ]
+
+
+def _load(builder: Any, pointer: Any, index: Any, bits: int) -> list[Any]:
+    values = []
+    for address in _vectors(builder, pointer, index, bits):
+        loaded = builder.load(address)
+        loaded.align = _VECTOR_BYTES
+        values += [
+            builder.extract_element(loaded, ir.Constant(ir.IntType(32), i))
+            for i in range(loaded.type.count)
+        ]
+    return values
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load4(typing_context: Any, pointer: Any, index: Any) -> Any:
+    """Four elements from `index` on, by 16-byte loads; the first must be so aligned."""
+    element = pointer.dtype
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = _load(builder, args[0], args[1], element.bitwidth)
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return types.UniTuple(element, 4)(pointer, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load4_shared(typing_context: Any, array: Any, index: Any) -> Any:
+    """`load4` from a shared array."""
+    element = array.dtype
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        values = _load(builder, data, args[1], element.bitwidth)
+        return context.make_tuple(builder, signature.return_type, values)
+
+    return types.UniTuple(element, 4)(array, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store4(typing_context: Any, pointer: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Store four elements from `index` on, by 16-byte stores; the first must be so aligned."""
+    element = pointer.dtype
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer_value, index_value, *values = args
+        for address in _vectors(builder, pointer_value, index_value, element.bitwidth):
+            vector = ir.Constant(address.type.pointee, ir.Undefined)
+            for i in range(vector.type.count):
+                place = ir.Constant(ir.IntType(32), i)
+                vector = builder.insert_element(vector, values.pop(0), place)
+            builder.store(vector, address, align=_VECTOR_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, element, element, element, element), generate
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def warp_scan(value: int, lane: int) -> Any:
+    """Sum of an int32 over the lanes up to and including this one."""
+    other = cuda.shfl_up_sync(ALL_LANES, value, 1)
+    total = types.int32(value + other if lane >= 1 else value)
+    other = cuda.shfl_up_sync(ALL_LANES, total, 2)
+    total = types.int32(total + other if lane >= 2 else total)
+    other = cuda.shfl_up_sync(ALL_LANES, total, 4)
+    total = types.int32(total + other if lane >= 4 else total)
+    other = cuda.shfl_up_sync(ALL_LANES, total, 8)
+    total = types.int32(total + other if lane >= 8 else total)
+    other = cuda.shfl_up_sync(ALL_LANES, total, 16)
+    return types.int32(total + other if lane >= 16 else total)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def warp_last(value: int) -> Any:
+    """The last lane's int32."""
+    return cuda.shfl_sync(ALL_LANES, value, 31)

@@ -1,0 +1,140 @@
+"""What the kernel text needs beyond Numba's common ground, for the card and for the simulator.
+
+The kernels are one text. They run compiled on the card, or as plain Python in Numba's simulator
+(`NUMBA_ENABLE_CUDASIM=1`), where there are no pointers and no warps. Everything in which the two
+differ is a member of `Target`; `on_card` and `in_simulator` make one each.
+
+A warp of the simulator has one lane. Its arithmetic is that of Python's integers, so it shows what
+a kernel means; that nothing wraps on the card where it matters is shown on the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from numba import cuda, types
+from torch import Tensor
+
+
+class Pointer(Protocol):
+    """An address of int32 or int64 elements, indexed in elements."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
+Four = tuple[int, int, int, int]
+
+
+class Target(NamedTuple):
+    """The differences between the card and the simulator.
+
+    Args:
+        lanes: threads of a warp.
+        function: decorates a function that a kernel calls.
+        cast: the integer type of a name such as `int32`; called, it converts.
+        constant: a number that Numba takes for one of the type of that name.
+        dtype: the element type of a shared array.
+        load4, store4: four adjacent elements from an index that is a multiple of four elements
+            from an aligned address, as 16-byte accesses.
+        load4_shared: the same from a shared array.
+        warp_scan: `(value, lane)` to the sum over the lanes up to and including this one.
+        warp_last: the last lane's value.
+    """
+
+    lanes: int
+    function: Callable[[Callable[..., Any]], Callable[..., Any]]
+    cast: Callable[[str], Callable[[int], int]]
+    constant: Callable[[str, int], int]
+    dtype: Callable[[str], Any]
+    load4: Callable[[Pointer, int], Four]
+    store4: Callable[[Pointer, int, int, int, int, int], None]
+    load4_shared: Callable[[Pointer, int], Four]
+    warp_scan: Callable[[int, int], int]
+    warp_last: Callable[[int], int]
+
+
+def on_card() -> Target:
+    """The target that is compiled."""
+    import numpy as np
+
+    from mla_index.backends.numba import intrinsics
+
+    return Target(
+        lanes=32,
+        # Inlined into the caller before typing: a called function would be compiled for Numba's
+        # current device, which initialises it.
+        function=cuda.jit(device=True, inline="always"),
+        cast=lambda name: getattr(types, name),
+        constant=lambda name, value: getattr(np, name)(value),
+        dtype=lambda name: getattr(types, name),
+        load4=intrinsics.load4,
+        store4=intrinsics.store4,
+        load4_shared=intrinsics.load4_shared,
+        warp_scan=intrinsics.warp_scan,
+        warp_last=intrinsics.warp_last,
+    )
+
+
+def in_simulator() -> Target:
+    """The target that Numba's simulator runs."""
+    return Target(
+        lanes=1,
+        function=lambda function: function,
+        cast=lambda _: int,
+        constant=lambda _, value: value,
+        dtype=lambda name: getattr(types, name),
+        load4=_load4,
+        store4=_store4,
+        load4_shared=_load4,
+        warp_scan=lambda value, _: value,
+        warp_last=lambda value: value,
+    )
+
+
+class SimulatedPointer:
+    """A tensor's memory as the simulator's kernels see it: it refuses what lies outside the view.
+
+    Args:
+        tensor: a view on the CPU; it must outlive the pointer.
+        words: read int64 elements as pairs of int32.
+    """
+
+    def __init__(self, tensor: Tensor, words: bool = False) -> None:
+        import ctypes
+
+        wide = tensor.dtype == torch.int64
+        per_element = 2 if wide and words else 1
+        element = ctypes.c_int64 if wide and not words else ctypes.c_int32
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        self._end = (last + 1) * per_element if tensor.numel() else 0
+        # ctypes has no bounds of its own and, unlike an array, spans views of any size at no cost.
+        self._memory = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(element))
+
+    def _check(self, index: int) -> int:
+        if not 0 <= index < self._end:
+            raise IndexError(f"element {index} is outside a view that ends at {self._end}")
+        return int(index)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._memory[self._check(index)])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._memory[self._check(index)] = int(value)
+
+
+def _load4(pointer: Pointer, index: int) -> Four:
+    return (
+        int(pointer[index]),
+        int(pointer[index + 1]),
+        int(pointer[index + 2]),
+        int(pointer[index + 3]),
+    )
+
+
+def _store4(pointer: Pointer, index: int, a: int, b: int, c: int, d: int) -> None:
+    for place, value in enumerate((a, b, c, d), index):
+        pointer[place] = value
