@@ -206,11 +206,12 @@ def _remap(
         _refuse_flags(compact=compact, counts=counts, safe_lengths=safe_lengths)
     if type(backend) is not str:
         backend = selector.names(backend)
+    key: tuple[object, ...] | None
     try:
         rows, topk = token_indices.shape
         device = token_indices.device
         key = (
-            op, backend, selector.override(), device, block_size, (topk - 1).bit_length(),
+            op, backend, selector.override(), device, block_size, topk and (topk - 1).bit_length(),
             token_indices.dtype, block_table.dtype, out_dtype, compact, counts, safe_lengths,
             None if req_id is None else req_id.dtype,
             None if request_rows is None else request_rows.dtype,
@@ -221,9 +222,9 @@ def _remap(
             None if counts_out is None else counts_out.dtype,
             None if lengths_out is None else lengths_out.dtype,
         )  # fmt: skip
+        plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
-        key = None  # an argument is not what it should be: the plan's checks say which
-    plan = None if key is None else _plans.get(key)
+        key = plan = None  # an argument is not what it should be: the plan's checks say which
     if plan is None:
         plan = _plan_remap(
             op, req_id, block_table, token_indices, block_size, request_rows, token_limits,
@@ -391,9 +392,12 @@ def safe_lengths(
     """
     if type(backend) is not str:
         backend = selector.names(backend)
+    key: tuple[object, ...] | None
     try:
-        key = ("safe_lengths", backend, selector.override(), slots.device, slots.dtype,
-               counts.dtype, None if out is None else out.dtype)  # fmt: skip
+        key = (
+            "safe_lengths", backend, selector.override(), slots.device, slots.dtype, counts.dtype,
+            None if out is None else out.dtype,
+        )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None  # an argument is not what it should be: the plan's checks say which

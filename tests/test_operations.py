@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_index
 from mla_index import Dcp, PrefillWorkspace, operations
+from mla_index.registry import CONTRACT_VERSION, Kernel, Limits
+from mla_index.specs import width_class
 
 
 def inputs(rows=64, topk=256, requests=8, width=32, dtype=torch.int32):
@@ -59,6 +62,35 @@ def test_a_plan_is_kept_for_a_configuration_and_for_nothing_else():
     for topk in range(1, 257):
         mla_index.remap(request, table, tokens[:, :topk], block_size=64)
     assert len(operations._plans) <= 2 + 9
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 4, 5, 64, 65])
+def test_a_kernel_is_built_for_the_width_class_of_its_call(first):
+    """Whichever width comes first: K = 0 must not decide what K = 2 is built for."""
+    specs = []
+
+    def build(op, spec, device):
+        specs.append(spec)
+        return Kernel(lambda *arguments: None)
+
+    mla_index.register(
+        SimpleNamespace(
+            name="widths",
+            contract_version=CONTRACT_VERSION,
+            limits=Limits(("remap",), None),
+            unavailable=lambda device, *, probe: None,
+            unsupported=lambda op, spec: None,
+            build=build,
+        )
+    )
+    table = torch.zeros((1, 1), dtype=torch.int32)
+    for topk in (first, 0, 1, 2, 3, 4, 5, 8, 9, 64, 65):
+        tokens = torch.zeros((1, topk), dtype=torch.int32)
+        before = len(specs)
+        mla_index.remap(None, table, tokens, block_size=64, backend="widths")
+        if len(specs) > before:
+            assert specs[-1].topk == width_class(topk)
+    assert sorted(spec.topk for spec in specs) == [1, 2, 4, 8, 16, 64, 128]
 
 
 def test_given_outputs_are_returned_as_themselves():

@@ -137,7 +137,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     except NotTaken as reason:
         pytest.skip(str(reason))
     except Failure as failure:
-        pytest.fail(str(failure), pytrace=False)
+        # hypothesis adds the example that it shrank to as a note
+        pytest.fail("\n".join((str(failure), *getattr(failure, "__notes__", ()))), pytrace=False)
 
 
 # --- the end ------------------------------------------------------------------------------------

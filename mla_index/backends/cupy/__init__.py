@@ -1,28 +1,60 @@
-"""The cupy backend: declared, not built yet."""
+"""The cupy backend: CUDA C, compiled by NVRTC through CuPy, for NVIDIA devices.
+
+For stacks without a working Triton. CuPy compiles and loads; launching is by the addresses of
+torch's tensors on torch's stream, so that nothing is wrapped, copied or synchronised.
+"""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 import torch
 
 from mla_index.registry import CONTRACT_VERSION, Kernel, Limits
-from mla_index.specs import Spec
+from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec
 
 name = "cupy"
 contract_version = CONTRACT_VERSION
 limits = Limits(operations=("remap", "safe_lengths"), devices=("cuda",))
-_NOT_BUILT = "not built yet in this version of mla_index"
 
 
 def unavailable(device: torch.device, *, probe: bool) -> str | None:
-    """It never runs: there are no kernels."""
-    return _NOT_BUILT
+    """Whether CuPy is there, and with `probe` whether a kernel compiles, runs and is right."""
+    if device.type != "cuda":
+        return f"device type {device.type} is not served; it serves cuda"
+    if torch.version.hip:
+        return f"torch {torch.__version__} is built for ROCm; NVRTC compiles for NVIDIA devices"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if find_spec("cupy") is None:
+        package = f"cupy-cuda{torch.version.cuda.partition('.')[0]}x"
+        return f"CuPy is not installed; {package} is the package for this torch's CUDA"
+    if not probe:
+        return None
+    from mla_index.backends.cupy import probing
+
+    return probing.failure(device)
 
 
 def unsupported(op: str, spec: Spec) -> str | None:
-    """Nothing to add to `limits`."""
+    """Nothing beyond `limits`."""
     return None
 
 
 def build(op: str, spec: Spec, device: torch.device) -> Kernel:
-    """Refuses; `unavailable` has said why."""
-    raise NotImplementedError(f"the cupy backend is {_NOT_BUILT}")
+    """Binds the configuration; its kernels are compiled by `warm` or by the first launch."""
+    from mla_index.backends.cupy.launch import remap_kernel, safe_lengths_kernel
+    from mla_index.backends.cupy.runtime import cupy_runtime
+
+    if isinstance(spec, RemapSpec):
+        return remap_kernel(spec, device, cupy_runtime())
+    if isinstance(spec, SafeLengthsSpec):
+        return safe_lengths_kernel(spec, device, cupy_runtime())
+    raise TypeError(f"cupy builds {', '.join(limits.operations)}, got {op!r} with {spec!r}")
+
+
+def compiled_kernels() -> int:
+    """How many kernels this process has compiled or loaded so far."""
+    from mla_index.backends.cupy import runtime
+
+    return runtime.compiled_kernels()
