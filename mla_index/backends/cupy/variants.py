@@ -1,0 +1,141 @@
+"""Which CUDA C a configuration compiles: a pure function from spec to source and options.
+
+Nothing here imports CuPy, so that the sources can be compiled and inspected anywhere.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import torch
+
+from mla_index.specs import RemapSpec, SafeLengthsSpec
+
+BYTES = {torch.int32: 4, torch.int64: 8}
+MAX_WARPS = 32
+"""Of a thread block: 1,024 threads."""
+PLAIN_WARPS = 8
+"""The same where a row's threads need nothing from each other."""
+MAX_PARTS = 65_535
+"""Blocks of a row: what grid.y takes."""
+
+
+class Variant(NamedTuple):
+    """One kernel to compile. Equal variants are one kernel, whichever configurations lead to them.
+
+    Args:
+        function: name of the kernel, and of the `.cu` file that holds it.
+        registers: the most that a thread may use; they decide how many rows are in flight.
+        defines: the macros that the source asks for.
+    """
+
+    function: str
+    registers: int
+    defines: tuple[tuple[str, int], ...]
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For NVRTC. The architecture is for the one who compiles to add."""
+        macros = (f"-D{name}={value}" for name, value in self.defines)
+        return ("-std=c++17", f"--maxrregcount={self.registers}", *macros)
+
+    @property
+    def source(self) -> str:
+        """The CUDA C."""
+        return _source(self.function)
+
+
+@cache
+def _source(function: str) -> str:
+    return files(__package__).joinpath(f"{function}.cu").read_text(encoding="ascii")
+
+
+class Layout(NamedTuple):
+    """How the columns of a row are dealt to threads; `remap.cu` says more.
+
+    Args:
+        items: entries that a thread handles in a tile.
+        warp_rows: a row is one warp's, rather than a thread block's.
+        one_tile: no row of this width class is wider than a tile.
+        parted: a row may be the work of several thread blocks, which need nothing from each other.
+        max_warps: of a thread block.
+    """
+
+    items: int
+    warp_rows: bool
+    one_tile: bool
+    parted: bool
+    max_warps: int
+
+    @property
+    def segment(self) -> int:
+        """Columns of one warp in a tile."""
+        return 32 * self.items
+
+
+def layout(spec: RemapSpec) -> Layout:
+    """The layout of a configuration, from its width class and dtypes.
+
+    int64 takes twice the registers and shared memory, and so has half the entries a thread.
+    """
+    wide = _wide(spec)
+    most = 8 if wide else 16
+    if spec.topk <= 32 * most:
+        return Layout(max(4, spec.topk // 32), True, True, False, 1)
+    items = 4 if wide else 8
+    if spec.compact or spec.counts:
+        return Layout(items, False, spec.topk <= MAX_WARPS * 32 * items, False, MAX_WARPS)
+    most = MAX_PARTS * PLAIN_WARPS * 32 * items
+    return Layout(items, False, spec.topk <= most, True, PLAIN_WARPS)
+
+
+def _registers(spec: RemapSpec, shape: Layout, *, vector: bool) -> int:
+    """As few as do without spilling (a test compiles them all), so that most rows are in flight."""
+    if shape.warp_rows:
+        if shape.items == 16:
+            return 64 if vector and not spec.workspace else 80
+        return 80 if shape.items == 8 and _wide(spec) else 48
+    return 40 if shape.one_tile else 56
+
+
+def _wide(spec: RemapSpec) -> bool:
+    return torch.int64 in (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
+
+
+def remap_variants(spec: RemapSpec) -> tuple[Variant, ...]:
+    """Every kernel that a configuration can need: first the one for any strides and alignment,
+    then the vectorised one, if the width class has a width that is a multiple of 4.
+    """
+    shape = layout(spec)
+    defines = {
+        "TOKEN_BYTES": BYTES[spec.token_dtype],
+        "TABLE_BYTES": BYTES[spec.table_dtype],
+        "SLOT_BYTES": BYTES[spec.slot_dtype],
+        "BLOCK_SIZE": spec.block_size,
+        "DCP_SIZE": spec.dcp_size,
+        "DCP_INTERLEAVE": spec.dcp_interleave,
+        "COMPACT": spec.compact,
+        "COUNTS": spec.counts,
+        "SAFE_LENGTHS": spec.safe_lengths,
+        "REQ_ID": spec.req_id,
+        "REQUEST_ROWS": spec.request_rows,
+        "TOKEN_LIMITS": spec.token_limits,
+        "WORKSPACE": spec.workspace,
+        "ITEMS": shape.items,
+        "WARP_ROWS": shape.warp_rows,
+        "ONE_TILE": shape.one_tile,
+    }
+    fixed = tuple((name, int(value)) for name, value in defines.items())
+    return tuple(
+        Variant("remap", _registers(spec, shape, vector=vector), (*fixed, ("VECTOR", int(vector))))
+        for vector in (False, True)
+        if spec.topk >= 4 or not vector
+    )
+
+
+def safe_lengths_variants(spec: SafeLengthsSpec) -> tuple[Variant, ...]:
+    """The one kernel of `safe_lengths`."""
+    defines = (("SLOT_BYTES", BYTES[spec.slot_dtype]), ("COUNT_BYTES", BYTES[spec.count_dtype]))
+    return (Variant("safe_lengths", 32, defines),)

@@ -1,0 +1,177 @@
+// Runs a kernel of the cupy backend on the CPU: every CUDA thread is a fibre of one OS thread, and
+// a barrier or a warp's vote lets the next fibre run until all have come. Compiled by
+// test_cupy_emulated.py with the kernel's file as KERNEL and its name as FUNCTION.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <ucontext.h>
+#include <vector>
+
+namespace {
+
+struct Dim {
+    unsigned x, y;
+};
+Dim threadIdx, blockIdx, blockDim, gridDim;
+
+// --- fibres and meetings --------------------------------------------------------------------
+
+constexpr size_t STACK = 64 * 1024;
+struct Fibre {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack{new char[STACK]};
+    bool done;
+};
+std::vector<std::unique_ptr<Fibre>> fibres;
+ucontext_t scheduler;
+bool progress;
+
+void yield_to_scheduler() {
+    const unsigned me = threadIdx.x;
+    swapcontext(&fibres[me]->context, &scheduler);
+    threadIdx.x = me;
+}
+
+[[noreturn]] void fail(const char* what) {
+    std::fprintf(stderr, "emulated kernel: %s\n", what);
+    std::abort();
+}
+
+struct Meeting {
+    unsigned arrived = 0, round = 0, kind = 0;
+    unsigned ballot = 0, sum = 0, old_ballot = 0, old_sum = 0;
+
+    void join(unsigned size, unsigned a_kind, unsigned lane, unsigned value) {
+        if (arrived && kind != a_kind) fail("threads meet at different barriers or votes");
+        kind = a_kind;
+        ballot |= (value & 1) << lane;
+        sum += value;
+        progress = true;
+        const unsigned mine = round;
+        if (++arrived == size) {
+            old_ballot = ballot, old_sum = sum;
+            arrived = ballot = sum = 0;
+            ++round;
+        }
+        while (round == mine) yield_to_scheduler();
+    }
+};
+Meeting block_meeting;
+std::vector<Meeting> warp_meetings;
+
+Meeting& warp() { return warp_meetings[threadIdx.x / 32]; }
+unsigned lane_of() { return threadIdx.x % 32; }
+
+void __syncthreads() { block_meeting.join(blockDim.x, 1, 0, 0); }
+void __syncwarp() { warp().join(32, 2, lane_of(), 0); }
+unsigned __ballot_sync(unsigned, unsigned value) {
+    warp().join(32, 3, lane_of(), value != 0);
+    return warp().old_ballot;
+}
+unsigned __reduce_add_sync(unsigned, unsigned value) {
+    warp().join(32, 4, lane_of(), value);
+    return warp().old_sum;
+}
+unsigned __popc(unsigned value) { return __builtin_popcount(value); }
+
+// --- what else the sources use ----------------------------------------------------------------
+
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(16) longlong2 {
+    long long x, y;
+};
+int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+longlong2 make_longlong2(long long x, long long y) { return {x, y}; }
+template <class T>
+T __ldcs(const T* from) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(T)) fail("a misaligned vector is read");
+    return *from;
+}
+template <class T>
+T __ldg(const T* from) {
+    return *from;
+}
+
+}  // namespace
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __grid_constant__
+#define __CUDA_ARCH__ 900
+
+#include KERNEL
+
+constexpr size_t SHARED = 64 * 1024;
+#if defined(COMPACT) && COMPACT
+long long shared_memory[SHARED / 8];
+#else
+static long long shared_memory[SHARED / 8];
+#endif
+
+static const Params* parameters;
+
+static void run_fibre() {
+    const unsigned me = threadIdx.x;
+    FUNCTION(*parameters);
+    fibres[me]->done = true;
+    progress = true;
+    swapcontext(&fibres[me]->context, &scheduler);
+}
+
+static void run_block(bool backwards, size_t shared) {
+    const unsigned threads = blockDim.x;
+    while (fibres.size() < threads) fibres.emplace_back(new Fibre);
+    warp_meetings.assign((threads + 31) / 32, Meeting{});
+    block_meeting = Meeting{};
+    std::memset(shared_memory, 0x5a, SHARED);
+    for (unsigned i = 0; i < threads; ++i) {
+        Fibre& fibre = *fibres[i];
+        fibre.done = false;
+        getcontext(&fibre.context);
+        fibre.context.uc_stack.ss_sp = fibre.stack.get();
+        fibre.context.uc_stack.ss_size = STACK;
+        fibre.context.uc_link = nullptr;
+        makecontext(&fibre.context, run_fibre, 0);
+    }
+    for (unsigned running = threads; running;) {
+        progress = false;
+        running = 0;
+        for (unsigned i = 0; i < threads; ++i) {
+            threadIdx.x = backwards ? threads - 1 - i : i;
+            Fibre& fibre = *fibres[threadIdx.x];
+            if (fibre.done) continue;
+            ++running;
+            swapcontext(&scheduler, &fibre.context);
+        }
+        if (running && !progress) fail("threads wait for each other for ever");
+    }
+    const char* bytes = reinterpret_cast<const char*>(shared_memory);
+    for (size_t i = shared; i < SHARED; ++i) {
+        if (bytes[i] != 0x5a) fail("shared memory is written beyond what the launch asked for");
+    }
+}
+
+extern "C" unsigned long long params_size() { return sizeof(Params); }
+
+extern "C" void emulate(
+    const void* packed, unsigned grid_x, unsigned grid_y, unsigned block_x, unsigned shared,
+    int backwards) {
+    static Params copy;
+    std::memcpy(static_cast<void*>(&copy), packed, sizeof copy);
+    parameters = &copy;
+    gridDim = {grid_x, grid_y};
+    blockDim = {block_x, 1};
+    for (unsigned y = 0; y < grid_y; ++y) {
+        for (unsigned x = 0; x < grid_x; ++x) {
+            blockIdx = {x, y};
+            run_block(backwards, shared);
+        }
+    }
+}
