@@ -1,0 +1,161 @@
+"""The suite on several backends, each in a process of its own, as one record of evidence."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mla_index
+from mla_index import registry
+from mla_index.conformance.source import source_hash
+
+EMULATION = {
+    # backend: what makes it run on the CPU; read by its library at import, so set per process
+    "triton": {"TRITON_INTERPRET": "1"},
+    "numba": {"NUMBA_ENABLE_CUDASIM": "1"},
+}
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "numba",
+    "numba-cuda",
+    "numpy",
+    "pytest",
+    "hypothesis",
+)
+
+_INI = "[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n"
+
+
+def run_suite(
+    names: Sequence[str],
+    device: str = "cpu",
+    *,
+    json_path: str | Path | None = None,
+    scale: str | None = None,
+    pytest_args: Sequence[str] = (),
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Run the suite on each backend and gather what happened.
+
+    On the CPU, Triton runs in its interpreter and Numba in its simulator. What pytest prints goes
+    to this process's standard output.
+
+    Args:
+        names: backends, in the order in which they run.
+        device: a torch device.
+        json_path: a file for the record.
+        scale: `small` or `full`; by default full on a device other than the CPU.
+        pytest_args: more arguments for pytest, such as `["-k", "fr05"]`.
+        timeout: seconds that one backend may take.
+
+    Returns:
+        The record; `passed` says whether every backend ran and passed.
+
+    Raises:
+        UnknownBackend: a name that no backend has.
+    """
+    for name in names:
+        registry.load(name)
+    place = torch.device(device)
+    backends = {name: _run_one(name, place, scale, pytest_args, timeout) for name in names}
+    record = {
+        "mla_index": mla_index.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "source_hash": source_hash(),
+        "device": device,
+        "card": _card(place),
+        "driver": _driver(place),
+        "versions": versions(),
+        "passed": bool(backends) and all(b["status"] == "passed" for b in backends.values()),
+        "backends": backends,
+    }
+    if json_path is not None:
+        text = json.dumps(record, indent=1, ensure_ascii=False)
+        Path(json_path).write_text(text + "\n", encoding="utf-8")
+    return record
+
+
+def _run_one(
+    name: str,
+    device: torch.device,
+    scale: str | None,
+    pytest_args: Sequence[str],
+    timeout: float | None,
+) -> dict[str, Any]:
+    """One backend in a process of its own."""
+    environment = dict(os.environ)
+    if device.type == "cpu":
+        environment.update(EMULATION.get(name, {}))
+    with tempfile.TemporaryDirectory() as folder:
+        ini, report = Path(folder, "pytest.ini"), Path(folder, "report.json")
+        ini.write_text(_INI, encoding="utf-8")
+        command = [
+            *(sys.executable, "-m", "pytest", "-c", str(ini), "--rootdir", folder),
+            *("-p", "no:cacheprovider", "-p", "mla_index_pytest", "-q"),
+            *("--pyargs", "mla_index.conformance"),
+            *("--mla-backend", name, "--mla-device", str(device), "--mla-json", str(report)),
+            *(("--mla-scale", scale) if scale else ()),
+            *pytest_args,
+        ]
+        try:
+            code = subprocess.run(command, env=environment, timeout=timeout, check=False).returncode
+            ended = f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            code, ended = -1, f"did not end within {timeout} s"
+        if not report.exists():
+            problem = f"the run ended without a report: {ended}"
+            return {"status": "failed", "problems": [problem], "results": []}
+        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    ran = any(line["passed"] + line["failed"] for line in found["results"])
+    status = "passed" if code == 0 else "failed" if ran else "did not run"
+    compiled = found["compiled_kernels"].get(name)
+    return {
+        "status": status,
+        "emulated_by": EMULATION.get(name, {}) if device.type == "cpu" else {},
+        "scale": found["scale"],
+        "problems": found["problems"],
+        "compiled_kernels": compiled,
+        "results": found["results"],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python, and every package that takes part, as far as it is installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found | {"cuda": str(torch.version.cuda), "torch": torch.__version__}
+
+
+def _card(device: torch.device) -> str | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(device)
+
+
+def _driver(device: torch.device) -> str | None:
+    tool = shutil.which("nvidia-smi")
+    if device.type != "cuda" or tool is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    return answer.stdout.split("\n")[0].strip() or None
