@@ -111,8 +111,8 @@ class Scene:
                 check_buffer(name, placed, canaries, expected)
 
 
-def prepare(problem: Problem, run: Run, target: Target) -> Scene:
-    """Lay a problem out on the device and compute what must come of it.
+def prepare(problem: Problem, run: Run, target: Target, *, answer: bool = True) -> Scene:
+    """Lay a problem out on the device and compute what must come of it (unless not wanted).
 
     Raises:
         NotTaken: the backend declares that it does not serve the configuration.
@@ -121,19 +121,24 @@ def prepare(problem: Problem, run: Run, target: Target) -> Scene:
     spec = spec_of(problem, run, tensors)
     if problem.shape[0] and problem.shape[1]:
         target.choose(run.op, spec)
-    answer = oracle.remap(
+    expected = _answer(problem, run, spec) if answer else {}
+    outputs = place_outputs(problem, run, spec, tensors, target.device)
+    return Scene(problem, run, spec, tensors, outputs, expected)
+
+
+def _answer(problem: Problem, run: Run, spec: RemapSpec) -> dict[str, Tensor | None]:
+    """The oracle's answer by the names of the outputs."""
+    slots, counts, lengths = oracle.remap(
         problem,
         compact=run.compact,
         safe_lengths=run.safe,
         slot_max=DTYPE_MAX[spec.slot_dtype],
     )
-    expected = {
-        "out": torch.tensor(answer.slots, dtype=spec.slot_dtype).reshape(problem.shape),
-        "counts_out": torch.tensor(answer.counts, dtype=torch.int32) if spec.counts else None,
-        "lengths_out": torch.tensor(answer.lengths, dtype=torch.int32) if run.safe else None,
+    return {
+        "out": torch.tensor(slots, dtype=spec.slot_dtype).reshape(problem.shape),
+        "counts_out": torch.tensor(counts, dtype=torch.int32) if spec.counts else None,
+        "lengths_out": torch.tensor(lengths, dtype=torch.int32) if run.safe else None,
     }
-    outputs = place_outputs(problem, run, spec, tensors, target.device)
-    return Scene(problem, run, spec, tensors, outputs, expected)
 
 
 def check_remap(

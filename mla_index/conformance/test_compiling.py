@@ -1,0 +1,105 @@
+"""How many kernels are compiled: a serving process must not compile again for what it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mla_index.conformance.checks import Run, Scene, prepare
+from mla_index.conformance.generate import random_problem
+from mla_index.conformance.layouts import Layout
+from mla_index.conformance.oracle import Problem
+from mla_index.conformance.target import Failure, NotTaken, Target
+
+CONFIGURATIONS = {
+    "plain": (Run(), (), None),
+    "counts": (Run(counts=True), (), None),
+    "compact": (Run(compact=True, counts=True), (), None),
+    "filter": (Run(op="dcp_filter", compact=True, counts=True), (), (4, 2, 16)),
+    "everything": (
+        Run(compact=True, safe=True),
+        ("request_rows", "token_limits", "workspace"),
+        (4, 1, 16),
+    ),
+}
+
+MOVED = ("token_indices", "out", "block_table", "req_id", "counts_out", "lengths_out")
+
+
+def _compiled(target: Target) -> int:
+    count = target.compiled_kernels()
+    if count is None:
+        raise NotTaken(f"{target.backend} has no compiled_kernels() to count by")
+    return count
+
+
+@pytest.mark.mla_op("remap")
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("width", ["even", "odd"])
+def test_nothing_compiles_after_warmup(target: Target, name: str, width: str) -> None:
+    """Widths × row counts × alignments after `warm`: right, and not one kernel more."""
+    _compiled(target)
+    run, features, dcp = CONFIGURATIONS[name]
+    topk = {"even": 2048, "odd": 2051}[width] if target.full else {"even": 32, "odd": 35}[width]
+    sides = range(1, 51) if target.full else (1, 3, 5)
+    largest = random_problem(2700, sides[-1], topk, width=sides[-1], features=features, dcp=dcp)
+    warmed = _warm(target, prepare(_part(largest, 1, 1), run, target, answer=False))
+    for columns in sides:
+        for offset, rows in enumerate(sides):
+            if target.full and (columns + rows) % 5:
+                continue  # every fifth pair: all widths, all row counts, all alignments
+            problem = replace(
+                _part(largest, rows, columns),
+                pad=-1 - offset % 3,
+                num_slots=None if offset % 2 else 64 * 30 + columns,
+                block_stride_rows=64 + columns,
+            )
+            look = {n: Layout(offset=(offset + i) % 5) for i, n in enumerate(MOVED)}
+            look["out"] = Layout(offset=offset % 5, gap=columns % 3)
+            scene = prepare(problem, replace(run, layouts=look), target, answer=rows < 4)
+            scene.call(target.backend)
+            if rows < 4:
+                scene.verify()
+    if _compiled(target) != warmed:
+        raise Failure(f"{_compiled(target) - warmed} kernels were compiled after warm()")
+
+
+def _part(problem: Problem, rows: int, columns: int) -> Problem:
+    """The first rows, and the first columns of the table."""
+    return replace(
+        problem,
+        tokens=problem.tokens[:rows],
+        table=[row[:columns] for row in problem.table],
+        req_id=problem.req_id and problem.req_id[:rows],
+        token_limits=problem.token_limits and problem.token_limits[:rows],
+        ws_ids=problem.ws_ids and problem.ws_ids[:rows],
+    )
+
+
+def _warm(target: Target, scene: Scene) -> int:
+    """Warm the configuration, check what `warm` tells, and count the kernels there are now."""
+    before = _compiled(target)
+    warm = target.choose(scene.run.op, scene.spec).kernel.warm
+    told = warm() if warm else 0
+    warmed = _compiled(target)
+    if told < warmed - before:
+        raise Failure(f"warm() says {told} kernels, but {warmed - before} were compiled")
+    if warm is not None and warm() != told:
+        raise Failure("a second warm() tells another number")
+    if _compiled(target) != warmed:
+        raise Failure(f"a second warm() compiled {_compiled(target) - warmed} more")
+    return warmed
+
+
+@pytest.mark.mla_op("remap")
+def test_no_kernel_for_nothing(target: Target) -> None:
+    """`T = 0` and `K = 0` compile nothing, of a configuration never seen before."""
+    before = _compiled(target)
+    for rows, topk in ((0, 2048), (3, 0), (0, 0)):
+        problem = random_problem(27, rows, topk, block_size=77)
+        scene = prepare(problem, Run(compact=True, counts=True), target)
+        scene.call(target.backend)
+        scene.verify()
+    if _compiled(target) != before:
+        raise Failure(f"{_compiled(target) - before} kernels were compiled for empty calls")
