@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, SIM108 (a constexpr is written in capitals; `if` is for the compiler)
+# ruff: noqa: N803, N806, SIM102, SIM108 (a constexpr is written in capitals; `if` is for the compiler)
 """The kernels: one family for remap and dcp_filter, and safe_lengths.
 
 One program takes one query row, or one piece of it. `tokens`, `table` and `slots` are typed at
@@ -81,7 +81,7 @@ def _translate(
     columns, topk, token_row, token_stride, table_row, table_stride, paged_size, gathered_size,
     local_size, rank, block_stride_rows, block_count, last_slot, ws_start, rank_stride, last_ws_row,
     SLOT: tl.constexpr, WORKSPACE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr,
-    INTERLEAVE: tl.constexpr, DENSE: tl.constexpr,
+    INTERLEAVE: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Slots (unsigned) of some columns of a row, and whether they are valid.
 
@@ -92,7 +92,10 @@ def _translate(
         token_at = token_row + columns
     else:
         token_at = token_row + columns.to(tl.int64) * token_stride.to(tl.int64)
-    token = _unsigned(tl.load(token_at, mask=columns < topk, other=-1))
+    if MASKED:
+        token = _unsigned(tl.load(token_at, mask=columns < topk, other=-1))
+    else:
+        token = _unsigned(tl.load(token_at))
     paged = token < paged_size.to(token.dtype)
     if DCP_SIZE == 1:
         local = token
@@ -124,30 +127,60 @@ def _translate(
 
 
 @triton.jit
+def _ranks(valid, TILE: tl.constexpr):
+    """How many entries of the tile are valid before each of its entries, and in all.
+
+    A scan costs one step for each register that holds an entry. Wide tiles are therefore scanned as
+    rows of 128, four of them at once, a byte for each in a 32-bit word.
+    """
+    if TILE < 512:
+        flags = valid.to(tl.int32)
+        ranks = tl.cumsum(flags, 0) - flags
+        total = tl.sum(flags, 0)
+    else:
+        WORDS: tl.constexpr = TILE // 512
+        byte = tl.arange(0, 4) * 8
+        valid = tl.reshape(valid, [WORDS, 4, 128])
+        packed = tl.sum(tl.where(valid, 1 << byte[None, :, None], 0), 1)
+        within = tl.cumsum(packed, 1) - packed
+        sums = tl.sum(packed, 1)
+        sums = tl.reshape((sums[:, None] >> byte[None, :]) & 255, [WORDS * 4])
+        before = tl.reshape(tl.cumsum(sums, 0) - sums, [WORDS, 4, 1])
+        within = (within[:, None, :] >> byte[None, :, None]) & 255
+        ranks = tl.reshape(within + before, [TILE])
+        total = tl.sum(sums, 0)
+    return ranks, total
+
+
+@triton.jit
 def _store(
-    columns, topk, slot_row, slot, valid, before, pad,
-    COMPACT: tl.constexpr, SAFE: tl.constexpr, COUNTED: tl.constexpr,
+    columns, topk, slot_row, slot, valid, count, pad,
+    COMPACT: tl.constexpr, SAFE: tl.constexpr, COUNTED: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write some columns of a row; returns how many entries of it are valid so far.
+    """Write some columns of a row; `count` of its entries were valid before, returns how many now.
 
     Compacted, the store is a permutation of the row: the valid entries go to the front in their
     order, the others fill the row from its end. So each place is written once, whatever is valid,
-    and all that a tile has to know of the others is how many valid entries came `before` it.
+    and all that a tile has to know of the others is how many valid entries came before it.
     """
     pad = pad.to(slot_row.dtype.element_ty)
-    slot = _signed(slot)
+    place = columns
     if COMPACT:
-        upto = before + tl.cumsum(valid.to(tl.int32), 0)
-        place = tl.where(valid, upto - 1, upto + (topk - 1 - columns))
+        ranks, total = _ranks(valid, TILE)
+        place = count + ranks + tl.where(valid, 0, topk - 1 - columns)
+        count += total
         if SAFE:
             # Only in a row without any valid entry is an invalid one in column 0.
             pad = tl.where(place == 0, 0, pad)
+    elif COUNTED:
+        count += tl.sum(valid.to(tl.int32), 0)
+    value = tl.where(valid, _signed(slot), pad)
+    if MASKED:
+        tl.store(slot_row + place, value, mask=columns < topk)
     else:
-        place = columns
-    tl.store(slot_row + place, tl.where(valid, slot, pad), mask=columns < topk)
-    if COUNTED:
-        before += tl.sum(valid.to(tl.int32), 0)
-    return before
+        tl.store(slot_row + place, value)
+    return count
 
 
 @triton.jit
@@ -159,89 +192,98 @@ def remap(
     topk, pieces, table_rows, last_local, map_size, ws_size, wide,
     rank, block_stride_rows, last_block, last_slot, rank_stride, last_ws_row, pad,
     BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr,
-    COMPACT: tl.constexpr, DENSE: tl.constexpr, TILE: tl.constexpr, PLAN: tl.constexpr,
+    COMPACT: tl.constexpr, DENSE: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Remap one row, or one piece of it; see `launch.py` for the arguments.
 
     `PLAN` says how the programs share a row: `tile`: one program, one tile; `walk`: one program
     walks the tiles; `split`: `pieces` programs with a tile each, which (compacting) count for
-    themselves what is valid in the tiles before theirs.
+    themselves what is valid in the tiles before theirs. `TAIL` is how many columns may be left
+    over after whole tiles; where it is as much as `TILE`, every access is masked.
     """
     COUNTED: tl.constexpr = counts is not None
+    SAFE: tl.constexpr = lengths is not None
     WORKSPACE: tl.constexpr = ws_starts is not None
+    MASKED: tl.constexpr = TAIL == TILE
     SLOT: tl.constexpr = tl.uint64 if slots.dtype.element_ty == tl.int64 else tl.uint32
     TOKEN_MAX: tl.constexpr = (1 << (tokens.dtype.element_ty.primitive_bitwidth - 1)) - 1
+    row = tl.program_id(0).to(tl.int64)
+    piece = 0
     if PLAN == "split":
         row = (tl.program_id(0) // pieces).to(tl.int64)
         piece = tl.program_id(0) % pieces
-    else:
-        row = tl.program_id(0).to(tl.int64)
 
     # --- what holds for the whole row ---
     table_index, exists = _table_row(
         row, req_id, request_rows, req_stride, map_stride, map_size, table_rows, wide
     )
-    if DCP_SIZE == 1:
-        last_token = last_local.to(tl.int64)
-    else:
-        last_token = last_local.to(tl.int64) * 0 + TOKEN_MAX
+    last_token = last_local.to(tl.int64)
+    if DCP_SIZE > 1:
+        last_token = last_token * 0 + TOKEN_MAX
     if token_limits is not None:
         limit = _number(token_limits, row, limit_stride, (wide & 4) != 0, row >= 0)
         last_token = tl.minimum(last_token, tl.maximum(limit, 0) - 1)
-    gathered_size = _size(last_token)
     ws_start = row * 0
+    gathered_size = _size(ws_start - 1)
     if WORKSPACE:
         entry = _number(ws_request_ids, row, ws_stride, (wide & 8) != 0, row >= 0)
         known = (entry >= 0) & (entry < ws_size)
         ws_start = _number(ws_starts, entry, start_stride, (wide & 16) != 0, known)
         gathered_size = _size(tl.where(known, last_token, -1))
         exists = exists & (entry < 0)
-    paged_size = _size(tl.where(exists, last_token, -1))
-    local_size = _size(last_local)
-    block_count = _size(last_block)
     token_row = tokens + row * token_row_stride.to(tl.int64)
     table_row = table + tl.where(exists, table_index, 0) * table_row_stride.to(tl.int64)
     slot_row = slots + row * slot_row_stride.to(tl.int64)
+    given = (
+        token_row, token_stride, table_row, table_stride,
+        _size(tl.where(exists, last_token, -1)), gathered_size, _size(last_local), rank,
+        block_stride_rows, _size(last_block), last_slot, ws_start, rank_stride, last_ws_row,
+    )  # fmt: skip
 
     # --- its columns ---
     lanes = tl.arange(0, TILE)
     count = topk * 0
     if PLAN == "walk":
-        for start in range(0, topk, TILE):
+        whole = topk if MASKED else topk // TILE * TILE
+        for start in range(0, whole, TILE):
             slot, valid = _translate(
-                start + lanes, topk, token_row, token_stride, table_row, table_stride, paged_size,
-                gathered_size, local_size, rank, block_stride_rows, block_count, last_slot,
-                ws_start, rank_stride, last_ws_row, SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE,
-                INTERLEAVE, DENSE,
+                start + lanes, topk, *given,
+                SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, MASKED,
             )  # fmt: skip
             count = _store(
                 start + lanes, topk, slot_row, slot, valid, count, pad,
-                COMPACT, lengths is not None, COMPACT or COUNTED,
+                COMPACT, SAFE, COUNTED, MASKED, TILE,
             )  # fmt: skip
+        if not MASKED and TAIL > 0:
+            if whole < topk:
+                columns = whole + tl.arange(0, TAIL)
+                slot, valid = _translate(
+                    columns, topk, *given,
+                    SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, True,
+                )  # fmt: skip
+                count = _store(
+                    columns, topk, slot_row, slot, valid, count, pad,
+                    COMPACT, SAFE, COUNTED, True, TAIL,
+                )  # fmt: skip
     else:
-        start = topk * 0
-        if PLAN == "split":
-            start = piece * TILE
-            if COMPACT:
-                seen = tl.zeros([TILE], tl.int32)
-                for earlier in range(0, start, TILE):
-                    slot, valid = _translate(
-                        earlier + lanes, topk, token_row, token_stride, table_row, table_stride,
-                        paged_size, gathered_size, local_size, rank, block_stride_rows,
-                        block_count, last_slot, ws_start, rank_stride, last_ws_row, SLOT,
-                        WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE,
-                    )  # fmt: skip
-                    seen += valid.to(tl.int32)
-                count = tl.sum(seen, 0)
+        if PLAN == "split" and COMPACT:
+            seen = tl.zeros([TILE], tl.int32)
+            for start in range(0, piece * TILE, TILE):
+                slot, valid = _translate(
+                    start + lanes, topk, *given,
+                    SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, False,
+                )  # fmt: skip
+                seen += valid.to(tl.int32)
+            count = tl.sum(seen, 0)
+        columns = piece * TILE + lanes
         slot, valid = _translate(
-            start + lanes, topk, token_row, token_stride, table_row, table_stride, paged_size,
-            gathered_size, local_size, rank, block_stride_rows, block_count, last_slot,
-            ws_start, rank_stride, last_ws_row, SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE,
-            INTERLEAVE, DENSE,
+            columns, topk, *given,
+            SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, MASKED,
         )  # fmt: skip
         count = _store(
-            start + lanes, topk, slot_row, slot, valid, count, pad,
-            COMPACT, lengths is not None, COUNTED,
+            columns, topk, slot_row, slot, valid, count, pad,
+            COMPACT, SAFE, COUNTED, MASKED, TILE,
         )  # fmt: skip
 
     if COUNTED:
@@ -250,7 +292,7 @@ def remap(
         if PLAN == "split":
             is_last = piece == pieces - 1
         tl.store(counts + row * count_stride.to(tl.int64), count, mask=is_last)
-        if lengths is not None:
+        if SAFE:
             length = tl.maximum(count, 1)
             tl.store(lengths + row * length_stride.to(tl.int64), length, mask=is_last)
 

@@ -33,32 +33,67 @@ SAFE_LENGTHS_ROWS = 128
 
 
 class Shape(NamedTuple):
-    """How a kernel cuts a row: see `kernels.remap` for the plans."""
+    """How a kernel cuts a row: see `kernels.remap` for the plans.
+
+    Args:
+        plan: `tile`, `walk` or `split`.
+        tile: columns of a tile, a power of two.
+        tail: the most columns that may be left over after whole tiles; `tile`: any number.
+        warps: warps a program.
+    """
 
     plan: str
     tile: int
+    tail: int
     warps: int
 
 
-def shapes(spec: RemapSpec) -> tuple[int, Shape, Shape]:
-    """A number of rows, the shape up to there, and the shape beyond.
+class Shapes(NamedTuple):
+    """The shapes of a configuration for few rows or for many.
 
-    With few rows multiprocessors are idle, and what counts is how long one row takes.
+    Args:
+        general: for every width.
+        even: a faster one for the widths that leave over no more than its tail, if there is one.
     """
+
+    general: Shape
+    even: Shape | None = None
+
+
+FEW_ROWS = 128
+"""Up to here multiprocessors are idle, and what counts is how long a single row takes."""
+
+
+def shapes(spec: RemapSpec) -> tuple[Shapes, Shapes]:
+    """The shapes for few rows and for many, by the operation and the width class."""
     width = max(spec.topk, 32)
-    if not (spec.compact or spec.counts):
+    if not spec.compact and not spec.counts:
         few, many = min(width, 512), min(width, 1024)
         return (
-            256,
-            Shape("split", few, max(few // 128, 1)),
-            Shape("split", many, max(many // 256, 1)),
+            Shapes(Shape("split", few, few, _warps(few, 128))),
+            Shapes(Shape("split", many, many, _warps(many, 256))),
         )
+    if not spec.compact:
+        tile = min(width, 4096)
+        plan = "tile" if width <= tile else "walk"
+        one = Shapes(Shape(plan, tile, tile, _warps(tile, 256)))
+        return one, one
+    if width <= 2048:
+        warps = _warps(width, 256)
+        one = Shapes(Shape("tile", width, width, warps), Shape("tile", width, 0, warps))
+        return one, one
+    even = Shape("walk", 2048, 128, 4)
     if width <= 4096:
-        one = Shape("tile", width, max(min(width // 256, 4), 1))
-        return 0, one, one
-    walk = Shape("walk", 2048, 4)
-    # The pieces of a row that is not compacted could not read it in peace: it may be `out`.
-    return 32, (Shape("split", 2048, 4) if spec.compact else walk), walk
+        one = Shapes(Shape("tile", 4096, 4096, 4), even)
+        return one, one
+    return (
+        Shapes(Shape("split", 2048, 2048, 4), Shape("split", 2048, 0, 4)),
+        Shapes(Shape("walk", 2048, 2048, 4), even),
+    )
+
+
+def _warps(tile: int, lanes: int) -> int:
+    return max(1, min(tile // lanes, 4))
 
 
 @dataclass(frozen=True)
@@ -114,14 +149,38 @@ def _variant(
     return Variant(function, signature, {**constants, **absent}, divisible, warps)
 
 
+ALIGNED = ("tokens", "slots", "token_row_stride", "slot_row_stride", "topk")
+"""The parameters of `remap` that must be multiples of 16 for loads and stores of whole vectors."""
+
+
+def vectors(spec: RemapSpec) -> bool:
+    """Whether aligned rows are loaded and stored in vectors of 16 bytes.
+
+    Compacted slots are stored one by one. With the tokens loaded so too, neighbours are in
+    neighbouring lanes from the load to the store, and never have to change places between them.
+    """
+    return not spec.compact
+
+
+def remap_variants(spec: RemapSpec) -> tuple[Variant, ...]:
+    """Every kernel of a configuration: for few rows, then for many (unless they are the same),
+    each for any strides, for dense rows, and for dense rows of an even width.
+    """
+    return tuple(
+        remap_variant(spec, dense=dense, shape=shape)
+        for size in dict.fromkeys(shapes(spec))
+        for dense, shape in ((False, size.general), (True, size.general), (True, size.even))
+        if shape is not None
+    )
+
+
 def remap_variant(spec: RemapSpec, *, dense: bool, shape: Shape) -> Variant:
     """One kernel of remap.
 
     Args:
         spec: the configuration.
-        dense: the rows of tokens and slots are adjacent numbers, start at multiples of 16 bytes and
-            have a length of a multiple of 16; the columns of the table are adjacent. Then whole
-            vectors are loaded and stored.
+        dense: the columns of tokens and table are adjacent numbers; and, where `vectors` says that
+            it matters, rows start at multiples of 16 bytes and K is a multiple of 16.
         shape: how a row is cut.
     """
     words = POINTER[torch.int32]
@@ -150,10 +209,11 @@ def remap_variant(spec: RemapSpec, *, dense: bool, shape: Shape) -> Variant:
             "INTERLEAVE": spec.dcp_interleave,
             "COMPACT": spec.compact,
             "DENSE": dense,
-            "TILE": shape.tile,
             "PLAN": shape.plan,
+            "TILE": shape.tile,
+            "TAIL": shape.tail,
         },
-        ("tokens", "slots", "token_row_stride", "slot_row_stride", "topk") if dense else (),
+        ALIGNED if dense and vectors(spec) else (),
         shape.warps,
     )
 
@@ -305,14 +365,11 @@ def _words(array: Tensor, bit: int) -> tuple[Any, int, int]:
 
 def remap(spec: RemapSpec, device: torch.device) -> Kernel:
     """The launcher of one configuration of remap and dcp_filter on one device."""
-    few_rows, *sizes = shapes(spec)
-    sizes = list(dict.fromkeys(sizes))
-    only_size = len(sizes) == 1
-    variants = tuple(
-        remap_variant(spec, dense=dense, shape=shape) for shape in sizes for dense in (False, True)
-    )
+    few, many = shapes(spec)
+    variants = remap_variants(spec)
     launcher = Interpreter(variants) if INTERPRETED else Launcher("remap", variants, device)
-    tiles = [shape.tile if shape.plan == "split" else 0 for shape in sizes]
+    first_of_many = 0 if few == many else len(variants) // 2
+    misaligned_bits = 15 if vectors(spec) else 0
     last_token = DTYPE_MAX[spec.token_dtype]
     last_entry = DTYPE_MAX[spec.table_dtype]
     block_size = spec.block_size
@@ -342,11 +399,16 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
         slot_row = out.stride(0)
         if rows == 1:  # the stride to a row that does not exist says nothing
             token_row = slot_row = 0
-        misaligned = (token_indices.data_ptr() | out.data_ptr() | token_row | slot_row | topk) & 15
-        dense = not misaligned and token_step == 1 and table_step == 1
-        size = 0 if only_size or rows <= few_rows else 1
-        tile = tiles[size]
-        pieces = -(-topk // tile) if tile else 1
+        if first_of_many and rows > FEW_ROWS:
+            index, (shape, even) = first_of_many, many
+        else:
+            index, (shape, even) = 0, few
+        alignment = token_indices.data_ptr() | out.data_ptr() | token_row | slot_row | topk
+        if token_step == 1 and table_step == 1 and not alignment & misaligned_bits:
+            index += 1
+            if even is not None and topk % even.tile <= even.tail:
+                index, shape = index + 1, even
+        pieces = -(-topk // shape.tile) if shape.plan == "split" else 1
 
         counts_at = lengths_at = req_at = map_at = limits_at = ws_at = starts_at = None
         count_step = length_step = req_step = map_step = limit_step = ws_step = start_step = 0
@@ -369,7 +431,7 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
             ws_size, wide = ws_starts.shape[0], wide | bit | start_bit
 
         launcher(
-            2 * size + dense,
+            index,
             rows * pieces,
             (
                 ADDRESS(token_indices), ADDRESS(block_table), ADDRESS(out), counts_at, lengths_at,
