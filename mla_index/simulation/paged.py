@@ -171,8 +171,10 @@ class PagedCache:
         whole = [column for column in columns if column < full]
         if whole:
             blocks = rows[: full * plan.block_size].view(full, plan.block_size, HEAD_DIM)
-            for column in whole:  # block by block: an index_put would copy all of them first
-                self.kv[table[column]].copy_(blocks[column])
+            if len(whole) < full:
+                blocks = blocks[torch.tensor(whole, device=rows.device)]
+            places = torch.tensor([table[column] for column in whole], device=rows.device)
+            self.kv.index_copy_(0, places, blocks)
         if rest:
             tail = self.kv[table[full]]
             tail[:rest].copy_(rows[full * plan.block_size :])

@@ -34,14 +34,15 @@ from mla_index.specs import Dcp, RemapSpec, SafeLengthsSpec, Spec
 BOUND = 1e-5
 """Largest error of float32 attention, both as relative L2 norm and as absolute difference."""
 
-PASSES = 2
-"""Times that all tokens are made for one rank: for its cache and for the unpaged attention."""
+PASSES = 3
+"""Times that all tokens are made: for the cache, for the unpaged attention, for the shards."""
 
 
 def simulate(config: Config, progress: Progress | None = None) -> Report:
     """Run the job and report. A broken bound is in the report; what kept it from running raises.
 
-    Only one cache, and beside it one request's tokens, are in memory at a time.
+    One cache (or the ranks' shards, which are as large together) and one request's tokens are in
+    memory at a time.
 
     Raises:
         TraceError: the trace cannot be read.
@@ -50,9 +51,15 @@ def simulate(config: Config, progress: Progress | None = None) -> Report:
     """
     requests = read_trace(config.trace, config.requests)
     device = config.place()
-    stages = Stages(device, (PASSES + config.dcp) * len(requests), progress)
+    stages = Stages(device, PASSES * len(requests), progress)
     explanations = _choose(config, device, stages)
-    refuse_too_large(plan_blocks(requests, block_size=BLOCK_SIZE), device)
+    plan = plan_blocks(requests, block_size=BLOCK_SIZE, seed=config.seed)
+    shards = [
+        plan_blocks(requests, block_size=BLOCK_SIZE, dcp=dcp, seed=config.seed)
+        for dcp in (Dcp(config.dcp, rank, config.interleave) for rank in range(config.dcp))
+    ]
+    refuse_too_large([plan], device)
+    refuse_too_large(shards, device)
     workload = make_workload(
         requests,
         heads=config.heads,
@@ -62,15 +69,14 @@ def simulate(config: Config, progress: Progress | None = None) -> Report:
     )
     setting = Setting(config, device, stages, workload)
 
-    cache, selection = steps.fill_and_select(setting)
+    cache, selection = steps.fill_and_select(setting, plan)
     single = steps.attend_on_one_rank(setting, cache, selection)
-    del cache  # before the next one
+    del cache  # before those of the ranks
     unpaged = steps.attend_unpaged(setting, selection)
-    shares = []
-    for rank in range(config.dcp):
-        shard = steps.fill_shard(setting, Dcp(config.dcp, rank, config.interleave))
-        shares.append(steps.attend_on_shard(setting, shard, selection))
-        del shard
+    shares = [
+        steps.attend_on_shard(setting, shard, selection)
+        for shard in steps.fill_shards(setting, shards)
+    ]
     with stages.timed("merge of the ranks"):
         merged = merge([share.attended for share in shares])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +131,8 @@ class Setting:
     workload: Workload
 
 
-def refuse_too_large(plan: BlockPlan, device: torch.device) -> None:
-    """Raise `ConfigError` for a cache that the machine or the device cannot hold.
+def refuse_too_large(plans: Sequence[BlockPlan], device: torch.device) -> None:
+    """Raise `ConfigError` for caches that the machine or the device cannot hold together.
 
     Counted with the other layer's pages: a device really allocates them, a host may refuse to.
     """
@@ -142,8 +142,9 @@ def refuse_too_large(plan: BlockPlan, device: torch.device) -> None:
         memory = torch.cuda.mem_get_info(device)[0]
     else:
         return
-    if pool_bytes(plan) > memory:
+    needed = sum(pool_bytes(plan) for plan in plans)
+    if needed > memory:
         raise ConfigError(
-            f"requests must be fewer: the cache pool of these takes {pool_bytes(plan) / 1e9:.1f} GB"
-            f", and {device} has {memory / 1e9:.1f} GB"
+            f"requests must be fewer: the cache of these takes {needed / 1e9:.1f} GB, "
+            f"and {device} has {memory / 1e9:.1f} GB"
         )

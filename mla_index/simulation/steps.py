@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from mla_index.diagnosis import Diagnosis, diagnose
 from mla_index.operations import dcp_filter, flat_row_view, remap, safe_lengths
 from mla_index.simulation.attention import Attended, attend, neutralise, sparse_attention
-from mla_index.simulation.paged import WHOLE, PagedCache, block_bytes, plan_blocks
+from mla_index.simulation.paged import BlockPlan, PagedCache, block_bytes
 from mla_index.simulation.report import RankFacts
 from mla_index.simulation.setting import BLOCK_SIZE, Setting
 from mla_index.simulation.tokens import token_rows
 from mla_index.simulation.workload import select
-from mla_index.specs import Dcp
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class Share:
     disagreements: int = 0
 
 
-def fill_and_select(setting: Setting) -> tuple[PagedCache, Tensor]:
+def fill_and_select(setting: Setting, plan: BlockPlan) -> tuple[PagedCache, Tensor]:
     """The cache of a rank that has every token, and the top-k of every row, int32 `[T, K]`."""
     config = setting.config
-    cache = _empty_cache(setting, WHOLE)
+    cache = PagedCache(plan, setting.device)
     selection = []
     for request, rows, tokens in _tokens(setting, "fill the cache, select"):
         cache.write(request, tokens)
@@ -48,12 +47,13 @@ def fill_and_select(setting: Setting) -> tuple[PagedCache, Tensor]:
     return cache, torch.cat(selection)
 
 
-def fill_shard(setting: Setting, dcp: Dcp) -> PagedCache:
-    """The cache of one of several ranks: its tokens alone, packed."""
-    cache = _empty_cache(setting, dcp)
+def fill_shards(setting: Setting, plans: Sequence[BlockPlan]) -> list[PagedCache]:
+    """The caches of several ranks, each with its tokens alone; together as large as the whole."""
+    caches = [PagedCache(plan, setting.device) for plan in plans]
     for request, _, tokens in _tokens(setting, "fill the shards, all ranks"):
-        cache.write(request, tokens)
-    return cache
+        for cache in caches:
+            cache.write(request, tokens)
+    return caches
 
 
 def attend_on_one_rank(setting: Setting, cache: PagedCache, selection: Tensor) -> Share:
@@ -113,13 +113,6 @@ def _tokens(setting: Setting, stage: str) -> Iterator[tuple[int, slice, Tensor]]
             tokens = token_rows(requests[request], seed=setting.config.seed)
             yield request, rows, tokens.to(setting.device)
             stages.step(stage)
-
-
-def _empty_cache(setting: Setting, dcp: Dcp) -> PagedCache:
-    plan = plan_blocks(
-        setting.workload.requests, block_size=BLOCK_SIZE, dcp=dcp, seed=setting.config.seed
-    )
-    return PagedCache(plan, setting.device)
 
 
 def _inputs(
