@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from mla_index.conformance.target import Failure, Job, NotTaken, Target
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _LABEL = "mla_index"
+_ANY = "(any)"
+"""What stands for the backend of a test that no backend has a part in."""
 
 
 # --- what is tested -----------------------------------------------------------------------------
@@ -90,6 +93,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device, for what no backend has a part in."""
+    return _device(request.config)
+
+
+@pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> Target:
     """The backend under test; a backend that cannot run skips with its reason."""
     chosen: Target = request.param
@@ -106,11 +115,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Label each test with its backend and operation; the label travels with its reports."""
     for item in items:
         chosen, job = _params(item).get("target"), _params(item).get("job")
-        if not isinstance(chosen, Target):
-            continue
         marker = item.get_closest_marker("mla_op")
-        op = job.op if isinstance(job, Job) else marker.args[0] if marker else "other"
-        item.user_properties.append((_LABEL, f"{chosen.backend} {op}"))
+        op = job.op if isinstance(job, Job) else marker.args[0] if marker else None
+        if op is not None:
+            backend = chosen.backend if isinstance(chosen, Target) else _ANY
+            item.user_properties.append((_LABEL, f"{backend} {op}"))
 
 
 _TARGETS = pytest.StashKey[list[Target]]()
@@ -159,6 +168,7 @@ class _Report:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.lines: dict[tuple[str, str], _Line] = {}
+        self.compiled: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         label = dict(report.user_properties).get(_LABEL)
@@ -176,9 +186,7 @@ class _Report:
 
     def problems(self) -> list[str]:
         """Why the run must not count as passed, beyond its failures."""
-        if hasattr(self.config, "workerinput"):
-            return []
-        ran = {key for key, line in self.lines.items() if _ran(line)}
+        ran = {key for key, line in self.lines.items() if _ran(line) and key[0] != _ANY}
         found = [] if ran else ["no conformance test ran"]
         for name in mla_index_pytest.names(self.config, "--mla-require"):
             ops = [op for backend, op in self.lines if backend == name]
@@ -189,14 +197,28 @@ class _Report:
                 )
         return found
 
+    def _count_kernels(self) -> dict[str, int]:
+        """Kernels compiled in this process, by backend, where the backend tells."""
+        found = {target.backend: target.compiled_kernels() for target in targets(self.config)}
+        return {name: count for name, count in found.items() if count is not None}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker of pytest-xdist has ended."""
+        self.compiled.update(getattr(node, "workeroutput", {}).get(_LABEL, {}))
+
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.config.option.collectonly:
             return
+        if hasattr(self.config, "workeroutput"):
+            self.config.workeroutput[_LABEL] = self._count_kernels()
+            return
+        self.compiled.update(self._count_kernels())
         if self.problems() and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         path = mla_index_pytest.value(self.config, "--mla-json")
-        if path and not hasattr(self.config, "workerinput"):
+        if path:
             text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False)
             Path(str(path)).write_text(text + "\n", encoding="utf-8")
 
@@ -206,9 +228,7 @@ class _Report:
             "device": str(_device(self.config)),
             "scale": "full" if _full(self.config) else "small",
             "problems": self.problems(),
-            "compiled_kernels": {
-                target.backend: target.compiled_kernels() for target in targets(self.config)
-            },
+            "compiled_kernels": dict(self.compiled),
             "results": [
                 {
                     "backend": backend,
@@ -227,13 +247,13 @@ class _Report:
         scale = "full" if _full(self.config) else "small"
         write = terminalreporter.write_line
         terminalreporter.section(f"mla_index conformance on {_device(self.config)}, {scale} scale")
-        write(f"{'backend':<12} {'operation':<14} {'ran':>6} {'failed':>6} {'skipped':>7}  why")
+        write(f"{'backend':<12} {'operation':<19} {'ran':>6} {'failed':>6} {'skipped':>7}  why")
         for (backend, op), line in sorted(self.lines.items()):
             counts = f"{_ran(line):>6} {line.outcomes['failed']:>6} {line.outcomes['skipped']:>7}"
             reasons = [f"{n} × {reason}" for reason, n in line.reasons.most_common()]
-            write(f"{backend:<12} {op:<14} {counts}  {reasons[0] if reasons else ''}".rstrip())
+            write(f"{backend:<12} {op:<19} {counts}  {reasons[0] if reasons else ''}".rstrip())
             for reason in reasons[1:]:
-                write(f"{'':<50}{reason}")
+                write(f"{'':<55}{reason}")
         for problem in self.problems():
             write(f"FAILED: {problem}", red=True)
 
