@@ -27,6 +27,7 @@ INTERPRETED = not isinstance(kernels.remap, triton.JITFunction)
 """Whether TRITON_INTERPRET was set when the kernels were defined."""
 
 POINTER = {torch.int32: "*i32", torch.int64: "*i64"}
+INT64 = torch.int64
 DIVISIBLE = [["tt.divisibility", 16]]
 SAFE_LENGTHS_ROWS = 128
 """Rows a program of `safe_lengths`."""
@@ -260,7 +261,8 @@ class Launcher:
         self.device = device
         self.ready: list[Ready | None] = [None] * len(variants)
         self.module = torch.get_device_module(device)
-        self.only_device = self.module.device_count() == 1
+        self.index = device.index
+        self.several = self.module.device_count() > 1
         driver = triton.runtime.driver.active
         self.current_stream = driver.get_current_stream
         self.current_device = driver.get_current_device
@@ -300,27 +302,30 @@ class Launcher:
 
     def __call__(self, index: int, programs: int, arguments: tuple[object, ...]) -> None:
         """Launch a variant on the current stream of the device, with that device current."""
-        if self.only_device or self.current_device() == self.device.index:
-            self._launch(index, programs, arguments)
-        else:
-            with self.module.device(self.device):
-                self._launch(index, programs, arguments)
+        ready = self.ready[index]
+        if ready is None or _hooked() or (self.several and self.current_device() != self.index):
+            self._launch_with_care(index, programs, arguments)
+            return
+        _, run, function, metadata, constants = ready
+        run(
+            programs, 1, 1, self.current_stream(self.index), function, metadata, None, None, None,
+            *arguments, *constants,
+        )  # fmt: skip
 
-    def _launch(self, index: int, programs: int, arguments: tuple[object, ...]) -> None:
-        kernel, run, function, metadata, constants = self.ready[index] or self.compile(index)
-        stream = self.current_stream(self.device.index)
-        if _hooked():
+    def _launch_with_care(self, index: int, programs: int, arguments: tuple[object, ...]) -> None:
+        """Compile first, change the device, or let profilers see the launch."""
+        kernel, _, _, _, constants = self.ready[index] or self.compile(index)
+        with self.module.device(self.device):
+            stream = self.current_stream(self.index)
             kernel[programs, 1, 1](*arguments, *constants, stream=stream)
-        else:
-            run(
-                programs, 1, 1, stream, function, metadata, None, None, None,
-                *arguments, *constants,
-            )  # fmt: skip
+
+
+_knobs = triton.knobs.runtime
 
 
 def _hooked() -> bool:
     """Whether a profiler wants to see launches; then they go through Triton's own path."""
-    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
@@ -356,11 +361,19 @@ ADDRESS: Callable[[Tensor], Any] = _itself if INTERPRETED else Tensor.data_ptr
 """What stands for a tensor in a launch: its address, but the interpreter wants the tensor."""
 
 
+def _misaligned(tokens: Tensor, slots: Tensor) -> bool:
+    """Whether rows start off 16 bytes, or their pitch or width is no multiple of 16."""
+    rows, topk = tokens.shape
+    pitches = 0 if rows == 1 else tokens.stride()[0] | slots.stride()[0]
+    return (tokens.data_ptr() | slots.data_ptr() | pitches | topk) & 15 != 0
+
+
 def _words(array: Tensor, bit: int) -> tuple[Any, int, int]:
     """How a kernel reads an array as 32-bit words: address, stride in words, `bit` if int64."""
-    if array.dtype == torch.int64:
-        return ADDRESS(array), 2 * array.stride(0), bit
-    return ADDRESS(array), array.stride(0), 0
+    (stride,) = array.stride()
+    if array.dtype is INT64:
+        return ADDRESS(array), 2 * stride, bit
+    return ADDRESS(array), stride, 0
 
 
 def remap(spec: RemapSpec, device: torch.device) -> Kernel:
@@ -369,9 +382,8 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
     variants = remap_variants(spec)
     launcher = Interpreter(variants) if INTERPRETED else Launcher("remap", variants, device)
     first_of_many = 0 if few == many else len(variants) // 2
-    misaligned_bits = 15 if vectors(spec) else 0
-    last_token = DTYPE_MAX[spec.token_dtype]
-    last_entry = DTYPE_MAX[spec.table_dtype]
+    in_vectors = vectors(spec)
+    token_max, entry_max = DTYPE_MAX[spec.token_dtype], DTYPE_MAX[spec.table_dtype]
     block_size = spec.block_size
 
     def launch(
@@ -396,27 +408,30 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
         token_row, token_step = token_indices.stride()
         table_rows, table_columns = block_table.shape
         table_row, table_step = block_table.stride()
-        slot_row = out.stride(0)
-        if rows == 1:  # the stride to a row that does not exist says nothing
-            token_row = slot_row = 0
+        slot_row, _ = out.stride()
+        tokens, slots = ADDRESS(token_indices), ADDRESS(out)
+
+        # Which kernel: see `remap_variants` for their order.
         if first_of_many and rows > FEW_ROWS:
             index, (shape, even) = first_of_many, many
         else:
             index, (shape, even) = 0, few
-        alignment = token_indices.data_ptr() | out.data_ptr() | token_row | slot_row | topk
-        if token_step == 1 and table_step == 1 and not alignment & misaligned_bits:
-            index += 1
-            if even is not None and topk % even.tile <= even.tail:
-                index, shape = index + 1, even
+        if token_step == 1 and table_step == 1:
+            if not in_vectors:
+                index += 1
+                if even is not None and topk % even.tile <= even.tail:
+                    index, shape = index + 1, even
+            elif not _misaligned(token_indices, out):
+                index += 1
         pieces = -(-topk // shape.tile) if shape.plan == "split" else 1
 
         counts_at = lengths_at = req_at = map_at = limits_at = ws_at = starts_at = None
         count_step = length_step = req_step = map_step = limit_step = ws_step = start_step = 0
         map_size = ws_size = wide = 0
         if counts is not None:
-            counts_at, count_step = ADDRESS(counts), counts.stride(0)
+            counts_at, (count_step,) = ADDRESS(counts), counts.stride()
         if lengths is not None:
-            lengths_at, length_step = ADDRESS(lengths), lengths.stride(0)
+            lengths_at, (length_step,) = ADDRESS(lengths), lengths.stride()
         if req_id is not None:
             req_at, req_step, wide = _words(req_id, 1)
         if request_rows is not None:
@@ -430,17 +445,19 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
             starts_at, start_step, start_bit = _words(ws_starts, 16)
             ws_size, wide = ws_starts.shape[0], wide | bit | start_bit
 
+        last_local = table_columns * block_size - 1
+        last_block = last_slot // block_stride_rows
         launcher(
             index,
             rows * pieces,
             (
-                ADDRESS(token_indices), ADDRESS(block_table), ADDRESS(out), counts_at, lengths_at,
+                tokens, ADDRESS(block_table), slots, counts_at, lengths_at,
                 req_at, map_at, limits_at, ws_at, starts_at,
                 token_row, token_step, table_row, table_step, slot_row,
                 count_step, length_step, req_step, map_step, limit_step, ws_step, start_step,
-                topk, pieces, table_rows, min(table_columns * block_size - 1, last_token), map_size,
-                ws_size, wide, rank, block_stride_rows,
-                min(last_slot // block_stride_rows, last_entry), last_slot, rank_stride,
+                topk, pieces, table_rows, last_local if last_local < token_max else token_max,
+                map_size, ws_size, wide, rank, block_stride_rows,
+                last_block if last_block < entry_max else entry_max, last_slot, rank_stride,
                 last_ws_row, pad,
             ),
         )  # fmt: skip
@@ -455,12 +472,13 @@ def safe_lengths(spec: SafeLengthsSpec, device: torch.device) -> Kernel:
 
     def launch(slots: Tensor, counts: Tensor, lengths: Tensor) -> None:
         rows = slots.shape[0]
+        (count_step,), (length_step,) = counts.stride(), lengths.stride()
         launcher(
             0,
             -(-rows // SAFE_LENGTHS_ROWS),
             (
                 ADDRESS(slots), ADDRESS(counts), ADDRESS(lengths),
-                slots.stride(0), counts.stride(0), lengths.stride(0), rows,
+                slots.stride()[0], count_step, length_step, rows,
             ),
         )  # fmt: skip
 
