@@ -337,7 +337,8 @@ def jobs() -> Iterator[Job]:
     tags = ("refusal",)
     for name, refusal in REFUSALS.items():
         for op in refusal.ops:
-            yield Job(f"refuse-{name}:{op}", op, tags, partial(check_refusal, op, refusal))
+            label = name if name.startswith("fr") else f"refuse-{name}"
+            yield Job(f"{label}:{op}", op, tags, partial(check_refusal, op, refusal))
     for name in OTHER_DEVICE:
         check = partial(check_other_device, "remap", name)
         yield Job(f"refuse-{name.replace('_', '-')}-elsewhere", "remap", tags, check)

@@ -299,9 +299,9 @@ def ids() -> Iterator[Job]:
 def workspaces() -> Iterator[Job]:
     """Workspace rows: bounds, strides up to the limit, bad ids, starts at the ends of int64."""
     base = Problem(
-        tokens=[[0, 1, 63, 64, 127, 128, -1, 300]] * 6,
+        tokens=[[0, 17, 63, 64, 127, 81, -1, 300]] * 6,
         table=[[1, 2], [3, -1]],
-        req_id=[0, 1, 9, -1, 0, 1],
+        req_id=[0, 9, -1, 0, 0, 1],
         ws_ids=[0, 1, 2, -1, 3, -(2**31)],
         ws_starts=[0, 100, -60],
         rank_stride=1000,

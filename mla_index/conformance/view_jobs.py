@@ -100,11 +100,20 @@ def check_refused(cache: Cache, named: tuple[str, ...], target: Target) -> None:
         raise Failure("must be refused with ValueError, but passed")
 
 
+def _id(kind: str, name: str) -> str:
+    return name if name.startswith("fr") else f"{kind}-{name}"
+
+
 def jobs() -> Iterator[Job]:
     """All views and refusals."""
     for name, (cache, numbers) in VIEWS.items():
-        yield Job(f"view-{name}", "flat_row_view", ("view",), partial(check_view, cache, numbers))
+        yield Job(
+            _id("view", name), "flat_row_view", ("view",), partial(check_view, cache, numbers)
+        )
     for name, (cache, named) in REFUSED.items():
         yield Job(
-            f"view-refused-{name}", "flat_row_view", ("view",), partial(check_refused, cache, named)
+            _id("view-refused", name),
+            "flat_row_view",
+            ("view",),
+            partial(check_refused, cache, named),
         )

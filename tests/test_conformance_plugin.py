@@ -1,0 +1,164 @@
+"""The suite as strangers run it: a pytest of their own, its exit status, its table, its record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import PROJECT
+from planted_faults import ReferenceBackend
+
+import mla_index
+from mla_index.conformance import run
+
+PLANT = """
+import mla_index
+from planted_faults import FAULTS, ReferenceBackend
+mla_index.register(ReferenceBackend("reference"))
+for fault in FAULTS:
+    if fault.name in ("counts-before-guards", "owner-ignores-interleave", "order-swapped"):
+        mla_index.register(fault.backend)
+"""
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Run pytest on the suite in a folder of its own; planted backends are there by name."""
+    (tmp_path / "plant.py").write_text(PLANT)
+    paths = [str(tmp_path), str(PROJECT), str(PROJECT / "tests")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+    def suite(*arguments, target=("--pyargs", "mla_index.conformance"), plant=True, **environment):
+        planted = ["-p", "plant"] if plant else []
+        return subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+                *("-p", "mla_index_pytest", *planted, *target, *arguments),
+            ],
+            cwd=tmp_path,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return suite
+
+
+def line(output, backend, op):
+    """The numbers of one line of the table: ran, failed, skipped."""
+    for text in output.splitlines():
+        words = text.split()
+        if words[:2] == [backend, op]:
+            return [int(word) for word in words[2:5]]
+    raise AssertionError(f"no line for {backend} {op} in:\n{output}")
+
+
+def test_a_right_and_a_broken_backend(suite, tmp_path):
+    record = tmp_path / "record.json"
+    done = suite(
+        *("--mla-backend", "reference,counts-before-guards", "--mla-backend", "torch"),
+        *("-k", "fr05 or fr15", "--mla-json", str(record)),
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert line(done.stdout, "reference", "remap") == [8, 0, 0]
+    ran, failed, skipped = line(done.stdout, "counts-before-guards", "remap")
+    assert (ran, skipped) == (8, 0)
+    assert 0 < failed < ran
+    assert line(done.stdout, "torch", "safe_lengths") == [4, 0, 0]
+    assert (
+        "fr05-unallocated-block:counts on counts-before-guards: counts_out[0] is 2, must be 1"
+        in (done.stdout)
+    )
+    results = json.loads(record.read_text())["results"]
+    broken = next(r for r in results if r["backend"] == "counts-before-guards" and r["failed"])
+    assert broken["operation"] == "remap"
+    assert any("fr05-unallocated-block:counts" in test for test in broken["failures"])
+
+
+def test_a_fault_on_the_whole_suite(suite):
+    done = suite("--mla-backend", "owner-ignores-interleave", "-x", "--mla-examples", "1")
+    assert done.returncode == 1
+    assert "fr14-empty-rank" in done.stdout
+
+
+def test_nothing_ran_is_a_failure(suite):
+    done = suite("--mla-backend", "cupy", "-k", "fr01", plant=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert line(done.stdout, "cupy", "remap") == [0, 0, 8]
+    assert "8 × cupy: device type cpu is not served" in done.stdout
+    assert "FAILED: no conformance test ran" in done.stdout
+
+
+def test_a_required_backend_that_did_not_run_is_a_failure(suite):
+    done = suite("--mla-backend", "torch", "--mla-require", "cupy", "-k", "fr01", plant=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert line(done.stdout, "torch", "remap") == [8, 0, 0]
+    assert "FAILED: required backend cupy did not run remap" in done.stdout
+
+
+def test_an_unknown_backend_is_a_usage_error(suite):
+    done = suite("--mla-backend", "tritno", plant=False)
+    assert done.returncode == 4
+    assert "no backend is named 'tritno'" in done.stdout + done.stderr
+
+
+def test_without_options_all_that_can_run_do(suite):
+    done = suite("-k", "fr01 and plain")
+    ran = {words.split()[0] for words in done.stdout.splitlines() if " remap " in words}
+    assert {"torch", "reference", "order-swapped"} <= ran
+    assert "cupy" not in ran
+
+
+def test_variables_instead_of_options(suite):
+    done = suite("-k", "fr01", plant=False, MLA_CONFORMANCE_BACKEND="torch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert line(done.stdout, "torch", "remap") == [8, 0, 0]
+
+
+def test_other_peoples_pytest_imports_nothing(suite, tmp_path):
+    (tmp_path / "test_other.py").write_text(
+        "import sys\ndef test_other():\n    assert not {'torch', 'mla_index'} & set(sys.modules)\n"
+    )
+    done = suite(target=("test_other.py",), plant=False)
+    assert done.returncode == 0, done.stdout
+    assert "mla_index conformance" not in done.stdout
+
+
+def test_evidence_of_several_processes(suite, tmp_path):
+    for backend in ("reference", "order-swapped"):
+        mla_index.register(ReferenceBackend(backend))
+    path = tmp_path / "evidence.json"
+    record = run.run_suite(
+        ["torch", "order-swapped", "cupy"],
+        json_path=path,
+        pytest_args=["-p", "plant", "-k", "fr10 and compact"],
+    )
+    assert json.loads(path.read_text()) == record
+    assert record["passed"] is False
+    assert {name: b["status"] for name, b in record["backends"].items()} == {
+        "torch": "passed",
+        "order-swapped": "failed",
+        "cupy": "did not run",
+    }
+    assert record["versions"]["torch"]
+    assert record["source_hash"]
+    reasons = record["backends"]["cupy"]["results"][0]["skip_reasons"]
+    assert any("cpu is not served" in reason for reason in reasons)
+
+
+def test_a_process_that_dies_is_a_failure(suite, tmp_path):
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    record = run.run_suite(["torch"], pytest_args=["-p", "dies"])
+    assert record["passed"] is False
+    assert record["backends"]["torch"]["problems"] == [
+        "the run ended without a report: exit status 3"
+    ]
+
+
+def test_the_suite_names_only_known_backends():
+    with pytest.raises(mla_index.UnknownBackend, match="tritno"):
+        run.run_suite(["tritno"])
