@@ -53,11 +53,9 @@ def build(op: str, spec: Spec, device: torch.device) -> Kernel:
         raise TypeError(f"the spec of {op} must be a RemapSpec or SafeLengthsSpec, got {spec!r}")
     with warnings.catch_warnings():  # Numba's opinions of other packages, at its import
         warnings.simplefilter("ignore")
-        from mla_index.backends.numba import launch
+        from mla_index.backends.numba import launch, simulate
 
-    if device.type == "cpu":
-        return launch.simulated_kernel(spec)
-    return launch.card_kernel(spec, device)
+    return simulate.build(spec) if device.type == "cpu" else launch.build(spec, device)
 
 
 def compiled_kernels() -> int:

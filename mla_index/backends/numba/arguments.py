@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_index.backends.numba import kernels
+from mla_index.backends.numba.kernels import ABSENT, GROUP, MARGIN, TOTALS, RemapConfig
 from mla_index.specs import DTYPE_MAX, RemapSpec
 
 Make = Callable[[Tensor], Any]
@@ -27,17 +27,10 @@ def remap_arguments(spec: RemapSpec, pointer: Make, words: Make) -> Callable[...
     out_shift = 3 if spec.slot_dtype is torch.int64 else 2
     block_size = spec.block_size
     token_max = DTYPE_MAX[spec.token_dtype]
+    entry_bytes = 8 if spec.table_dtype is torch.int64 else 4
     wide_table = spec.table_dtype is torch.int64
-    basic = not (spec.request_rows or spec.token_limits or spec.workspace)
+    mapped, limited, gathered = spec.request_rows, spec.token_limits, spec.workspace
     int64 = torch.int64
-
-    def scalars(tensor: Tensor | None) -> tuple[Any, int, int]:
-        if tensor is None:
-            return 0, 0, 0
-        return words(tensor), tensor.stride(0), 1 if tensor.dtype is int64 else 0
-
-    def vector(tensor: Tensor | None) -> tuple[Any, int]:
-        return (0, 0) if tensor is None else (words(tensor), tensor.stride(0))
 
     def arguments(
         req_id: Tensor | None, block_table: Tensor, token_indices: Tensor, out: Tensor,
@@ -58,45 +51,59 @@ def remap_arguments(spec: RemapSpec, pointer: Make, words: Make) -> Callable[...
             pointer(token_indices), token_row, token_step,
             token_indices.data_ptr() >> token_shift & 3,
             pointer(out), out.stride(0), out.data_ptr() >> out_shift & 3, token_indices.shape[1],
-            pointer(block_table), table_row, table_step, table_rows, last_local,
-            block_stride_rows, last_slot, block, offset, pad,
-            *scalars(req_id), rank,
+            pointer(block_table), table_row * entry_bytes, table_step * entry_bytes, table_rows,
+            last_local, block_stride_rows, last_slot, block, offset, pad, rank,
         ]  # fmt: skip
-        if counts is not None or not basic:
-            parameters += vector(counts)
-            parameters += vector(lengths)
-        if not basic:
+        if req_id is None:
+            parameters += (ABSENT, 0, 0)
+        else:
+            parameters += (1 if req_id.dtype is int64 else 0, words(req_id), req_id.stride(0))
+        parameters += _vector(counts, words)
+        parameters += _vector(lengths, words)
+        parameters += (_wide(request_rows), _wide(token_limits))
+        # What no flag above announces is not read, so the end may be left out.
+        if mapped or limited or gathered:
+            parameters += _vector(request_rows, words)
+            parameters.append(0 if request_rows is None else request_rows.shape[0])
+            parameters += _vector(token_limits, words)
+        if ws_request_ids is not None and ws_starts is not None:
             parameters += (
-                *scalars(request_rows), 0 if request_rows is None else request_rows.shape[0],
-                *scalars(token_limits), *scalars(ws_request_ids), *scalars(ws_starts),
-                0 if ws_starts is None else ws_starts.shape[0], rank_stride, last_ws_row,
+                *_vector(ws_request_ids, words), _wide(ws_request_ids), *_vector(ws_starts, words),
+                _wide(ws_starts), ws_starts.shape[0], rank_stride, last_ws_row,
             )  # fmt: skip
         return parameters
 
     return arguments
 
 
+def _wide(tensor: Tensor | None) -> int:
+    return ABSENT if tensor is None else 1 if tensor.dtype is torch.int64 else 0
+
+
+def _vector(tensor: Tensor | None, words: Make) -> tuple[Any, int]:
+    return (0, ABSENT) if tensor is None else (words(tensor), tensor.stride(0))
+
+
 class Shape:
     """Blocks, threads and shared memory of a launch of remap.
 
     Args:
-        spec: the configuration.
-        groups: groups of columns that a lane takes.
+        config: what is compiled in.
         lanes: threads of a warp.
         max_warps: warps of a block at most.
     """
 
-    def __init__(self, spec: RemapSpec, groups: int, lanes: int, max_warps: int) -> None:
+    def __init__(self, config: RemapConfig, lanes: int, max_warps: int) -> None:
         self.lanes = lanes
         self.max_warps = max_warps
-        self.span = lanes * kernels.GROUP * groups
-        slot_bytes = 8 if spec.slot_dtype is torch.int64 else 4
+        self.span = lanes * GROUP * config.groups
+        slot_bytes = 8 if config.slot == "int64" else 4
         # A row that is counted is walked by one block; otherwise several share it.
-        self.whole_rows = spec.compact or spec.counts
-        self.shared_bytes = kernels.TOTALS * slot_bytes if self.whole_rows else 0
-        self.warp_bytes = self.span * slot_bytes if spec.compact else 0
-        if spec.compact:
-            self.shared_bytes += kernels.MARGIN * slot_bytes
+        self.whole_rows = config.counts
+        self.shared_bytes = TOTALS * slot_bytes if self.whole_rows else 0
+        self.warp_bytes = self.span * slot_bytes if config.compact else 0
+        if config.compact:
+            self.shared_bytes += MARGIN * slot_bytes
 
     def __call__(self, topk: int) -> tuple[int, int, int]:
         """Blocks along a row, threads of a block, and its bytes of shared memory."""

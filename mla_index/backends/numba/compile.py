@@ -23,8 +23,12 @@ from mla_index.specs import RemapSpec, SafeLengthsSpec
 MAX_WARPS = 16
 """Warps of a block. Two such blocks fill a multiprocessor, and a tile of int64 fits in 48 KiB."""
 
-TWO_GROUPS_FROM = 1024
-"""Width class from which a lane takes two groups of columns."""
+GROUPS_FOR_FEW_ROWS = {1: 1, 4096: 2}
+"""Groups of columns of a lane, by the smallest width class that takes so many: as few as leave the
+row in one tile, since a card with rows to spare for every multiprocessor waits for the longest."""
+
+GROUPS_FOR_MANY_ROWS = {1: 1, 256: 2, 512: 4}
+"""The same where rows wait for multiprocessors: a lane's other work is shared by more columns."""
 
 Config = kernels.RemapConfig | SafeLengthsSpec
 
@@ -47,8 +51,13 @@ class Compiled(NamedTuple):
 _lock = threading.Lock()
 
 
-def remap_config(spec: RemapSpec) -> kernels.RemapConfig:
-    """The kernel that serves a spec; several width classes share one."""
+def groups_for(topk: int, classes: dict[int, int]) -> int:
+    """The entry of the largest class that is at most `topk`."""
+    return classes[max(width for width in classes if width <= topk)]
+
+
+def remap_config(spec: RemapSpec, groups: int) -> kernels.RemapConfig:
+    """The kernel that serves a spec; specs that differ in what is told by arguments share one."""
     name = {torch.int32: "int32", torch.int64: "int64"}
     return kernels.RemapConfig(
         token=name[spec.token_dtype],
@@ -58,13 +67,9 @@ def remap_config(spec: RemapSpec) -> kernels.RemapConfig:
         dcp_size=spec.dcp_size,
         dcp_interleave=spec.dcp_interleave,
         compact=spec.compact,
-        counts=spec.counts,
-        safe_lengths=spec.safe_lengths,
-        req_id=spec.req_id,
-        request_rows=spec.request_rows,
-        token_limits=spec.token_limits,
+        counts=spec.compact or spec.counts,
         workspace=spec.workspace,
-        groups=2 if spec.topk >= TWO_GROUPS_FROM else 1,
+        groups=groups,
     )
 
 

@@ -36,6 +36,33 @@ def _load(builder: Any, pointer: Any, index: Any, bits: int) -> list[Any]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def load_at(typing_context: Any, pointer: Any, base: Any, index: Any, step: Any) -> Any:
+    """The element `base + index * step` bytes on: one multiply-add and no scaling."""
+    element = pointer.dtype
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer_value, base_value, index_value, step_value = args
+        start = builder.bitcast(pointer_value, ir.IntType(8).as_pointer())
+        offset = builder.add(base_value, builder.mul(index_value, step_value))
+        address = builder.gep(start, [offset])
+        return builder.load(builder.bitcast(address, pointer_value.type))
+
+    return element(pointer, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_wide(typing_context: Any, a: Any, b: Any) -> Any:
+    """The int64 product of two int32, in one instruction wherever either came from."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.IntType(64), [ir.IntType(32), ir.IntType(32)])
+        assembly = ir.InlineAsm(function, "mul.wide.s32 $0, $1, $2;", "=l,r,r")
+        return builder.call(assembly, args)
+
+    return types.int64(types.int32, types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def load4(typing_context: Any, pointer: Any, index: Any) -> Any:
     """Four elements from `index` on, by 16-byte loads; the first must be so aligned."""
     element = pointer.dtype
@@ -97,3 +124,11 @@ def warp_scan(value: int, lane: int) -> Any:
 def warp_last(value: int) -> Any:
     """The last lane's int32."""
     return cuda.shfl_sync(ALL_LANES, value, 31)
+
+
+@cuda.jit(device=True, inline="always")  # type: ignore[untyped-decorator]
+def over_warps(shared: Any, warp: int, warps: int, lane: int) -> Any:
+    """Of one int32 for each warp: the sum over the warps before this one, and over all."""
+    own = types.int32(shared[types.uint32(lane)]) if lane < warps else types.int32(0)
+    upto = warp_scan(own, lane)
+    return cuda.shfl_sync(ALL_LANES, types.int32(upto - own), warp), warp_last(upto)

@@ -26,16 +26,16 @@ TOTALS = 32
 MARGIN = 8
 """Shared elements beyond a tile: what hangs over its two ends."""
 
-Columns = tuple[int, int, int, int, bool, bool, bool, bool]
-"""Slots of a group, and which of them are valid."""
-
 
 class RemapConfig(NamedTuple):
-    """What is compiled in; `mla_index.RemapSpec` with the width class turned into `groups`.
+    """What is compiled in. The rest of a `mla_index.RemapSpec` is told to the kernel by arguments.
 
     Args:
         token, table, slot: `int32` or `int64`.
-        groups: groups of four columns that a lane has in flight, 1 or 2.
+        compact: put valid slots first.
+        counts: count them; said of a compacting kernel too.
+        workspace: rows may read the gathered workspace.
+        groups: groups of four columns that a lane has in flight, 1 to 4.
     """
 
     token: str
@@ -46,10 +46,6 @@ class RemapConfig(NamedTuple):
     dcp_interleave: int
     compact: bool
     counts: bool
-    safe_lengths: bool
-    req_id: bool
-    request_rows: bool
-    token_limits: bool
     workspace: bool
     groups: int
 
@@ -57,19 +53,21 @@ class RemapConfig(NamedTuple):
 REMAP_PARAMETERS = (
     "tokens", "token_row", "token_step", "token_phase", "out", "out_row", "out_phase", "topk",
     "table", "table_row", "table_step", "table_rows", "last_local", "stride", "last_slot",
-    "last_block", "last_offset", "pad", "requests", "request_step", "request_wide", "rank",
-    "counts", "counts_step", "lengths", "lengths_step",
-    "mapping", "mapping_step", "mapping_wide", "mapping_size",
-    "limits", "limit_step", "limit_wide",
+    "last_block", "last_offset", "pad", "rank", "request_wide", "requests", "request_step",
+    "counts", "counts_step", "lengths", "lengths_step", "mapping_wide", "limit_wide",
+    "mapping", "mapping_step", "mapping_size", "limits", "limit_step",
     "gathers", "gather_step", "gather_wide", "starts", "start_step", "start_wide", "starts_size",
     "rank_stride", "last_ws_row",
 )  # fmt: skip
-"""What the remap kernel takes; steps and rows in elements. All are int64 but the pointers.
+"""What the remap kernel takes; all are int64 but the pointers.
 
-`*_phase`: by how many elements the address of row 0 is past a multiple of four. `*_wide`: whether
-the elements are int64 (1) or int32 (0): they are read as int32 words. `last_local`: the largest
-token number of this rank that the table has a column for, -1 if it has none.
+Steps and rows are in elements, the table's in bytes. `*_phase`: by how many elements the address of
+row 0 is past a multiple of four. `*_wide`: whether the elements are int64 (1) or int32 (0), since
+they are read as int32 words; -1: there is no such tensor, nor is there one with a step of -1.
+`last_local`: the largest token number of this rank that the table has a column for, or -1.
 """
+
+ABSENT = -1
 
 SAFE_LENGTHS_PARAMETERS = (
     "slots", "slot_row", "counts", "counts_step", "lengths", "lengths_step", "rows",
@@ -149,20 +147,20 @@ def _locator(config: RemapConfig, target: Target) -> Callable[..., tuple[int, in
     return target.function(locate if config.dcp_size > 1 else alone)
 
 
-def _paged(config: RemapConfig, target: Target) -> Callable[..., tuple[int, bool]]:
-    """A token to its slot through the block table, `pad` where it is not valid."""
+def _paged(config: RemapConfig, target: Target) -> Callable[..., int]:
+    """A token to its slot through the block table, `absent` where it is not valid."""
     int32, int64 = target.cast("int32"), target.cast("int64")
     number, slot_type = target.cast(config.token), target.cast(config.slot)
     unsigned = target.cast("u" + config.token)
     block_size = target.constant("u" + config.token, config.block_size)
     signed_block_size = target.constant(config.token, config.block_size)
     shared, wide_table = config.dcp_size > 1, config.table == "int64"
-    locate = _locator(config, target)
+    locate, load_at, multiply_wide = _locator(config, target), target.load_at, target.multiply_wide
 
     def paged(
         token: int, last: int, last_local: int, rank: int, table: Pointer, base: int, step: int,
-        stride: int, last_slot: int, last_block: int, last_offset: int, pad: int,
-    ) -> tuple[int, bool]:  # fmt: skip
+        stride: int, last_slot: int, last_block: int, last_offset: int, absent: int,
+    ) -> int:  # fmt: skip
         valid = (token >= 0) & (token <= last)
         local = token if valid else number(0)
         if shared:
@@ -171,31 +169,33 @@ def _paged(config: RemapConfig, target: Target) -> Callable[..., tuple[int, bool
             local = local if valid else number(0)
         # Invalid entries read column 0: a load that always may be done needs no branch.
         block = number(unsigned(local) // block_size)
-        offset = number(local - number(block * signed_block_size))
-        entry = table[base + int64(block) * step]
+        offset = int64(number(local - number(block * signed_block_size)))
+        entry = load_at(table, base, int64(block), step)
         if wide_table:
             # The product may not fit, so block and offset are compared instead.
-            most = last_block - 1 if int64(offset) > last_offset else last_block
+            most = last_block - 1 if offset > last_offset else last_block
             valid = valid & (entry >= 0) & (entry <= most)
-            slot = entry * int64(stride) + int64(offset)
+            slot = entry * stride + offset
         else:
-            slot = int64(entry) * int64(int32(stride)) + int64(offset)
-            valid = valid & (slot >= 0) & (slot <= last_slot)
-        return slot_type(slot) if valid else pad, valid
+            # Entry and stride are of 32 bits: with 2**62 taken off, no product comes back above 0.
+            penalty = int32(0) if valid else int32(-(2**30))
+            slot = multiply_wide(entry, int32(stride)) + (offset | (int64(penalty) << 32))
+            valid = (slot >= 0) & (slot <= last_slot)
+        return slot_type(slot) if valid else absent
 
     return target.function(paged)
 
 
-def _gathered(config: RemapConfig, target: Target) -> Callable[..., tuple[int, bool]]:
-    """A token to its row of the gathered workspace, `pad` where it is not valid."""
+def _gathered(config: RemapConfig, target: Target) -> Callable[..., int]:
+    """A token to its row of the gathered workspace, `absent` where it is not valid."""
     int64 = target.cast("int64")
     number, slot_type = target.cast(config.token), target.cast(config.slot)
     locate = _locator(config, target)
 
     def gathered(
         token: int, last: int, last_local: int, start: int, rank_stride: int, last_row: int,
-        pad: int,
-    ) -> tuple[int, bool]:  # fmt: skip
+        absent: int,
+    ) -> int:  # fmt: skip
         valid = (token >= 0) & (token <= last)
         owner, local = locate(token if valid else number(0))
         skipped = int64(owner) * rank_stride
@@ -203,29 +203,26 @@ def _gathered(config: RemapConfig, target: Target) -> Callable[..., tuple[int, b
         slot = skipped + start + int64(local)
         valid = valid & (local <= last_local) & (start <= last_row - skipped)
         valid = valid & (slot >= 0) & (slot <= last_row)
-        return slot_type(slot) if valid else pad, valid
+        return slot_type(slot) if valid else absent
 
     return target.function(gathered)
 
 
 def _group_loader(config: RemapConfig, target: Target) -> Callable[..., Four]:
     """Four tokens from `column` on, -1 outside the row."""
-    number = target.cast(config.token)
+    int32, number = target.cast("int32"), target.cast(config.token)
     load4 = target.load4
 
     def load(tokens: Pointer, base: int, step: int, column: int, width: int) -> Four:
         a = b = c = d = number(-1)
-        if (step == 1) & (column >= 0) & (column + 4 <= width):
+        if (step == 1) & (column >= 0) & (int32(column + GROUP) <= width):
             a, b, c, d = load4(tokens, base + column)
         else:
-            if (column >= 0) & (column < width):
-                a = tokens[base + column * step]
-            if (column + 1 >= 0) & (column + 1 < width):
-                b = tokens[base + (column + 1) * step]
-            if (column + 2 >= 0) & (column + 2 < width):
-                c = tokens[base + (column + 2) * step]
-            if (column + 3 >= 0) & (column + 3 < width):
-                d = tokens[base + (column + 3) * step]
+            for i in range(GROUP):
+                a, b, c, d = b, c, d, number(-1)
+                at = int32(column + i)
+                if (at >= 0) & (at < width):
+                    d = tokens[base + at * step]
         return a, b, c, d
 
     return target.function(load)
@@ -233,24 +230,21 @@ def _group_loader(config: RemapConfig, target: Target) -> Callable[..., Four]:
 
 def _group_storer(target: Target) -> Callable[..., None]:
     """Write four slots from `column` on, as far as they lie in the row."""
+    int32 = target.cast("int32")
     store4 = target.store4
 
     def store(
         out: Pointer, base: int, column: int, width: int, aligned: bool, a: int, b: int, c: int,
         d: int,
     ) -> None:  # fmt: skip
-        at = base + column
-        if aligned & (column >= 0) & (column + 4 <= width):
-            store4(out, at, a, b, c, d)
+        if aligned & (column >= 0) & (int32(column + GROUP) <= width):
+            store4(out, base + column, a, b, c, d)
         else:
-            if (column >= 0) & (column < width):
-                out[at] = a
-            if (column + 1 >= 0) & (column + 1 < width):
-                out[at + 1] = b
-            if (column + 2 >= 0) & (column + 2 < width):
-                out[at + 2] = c
-            if (column + 3 >= 0) & (column + 3 < width):
-                out[at + 3] = d
+            for i in range(GROUP):
+                at = int32(column + i)
+                if (at >= 0) & (at < width):
+                    out[base + at] = a
+                a, b, c = b, c, d
 
     return target.function(store)
 
@@ -264,8 +258,7 @@ def _row_reader(config: RemapConfig, target: Target) -> Callable[..., tuple[int,
     int64 = target.cast("int64")
     most = {"int32": 2**31 - 1, "int64": 2**63 - 1}[config.token]
     read = _reader(target)
-    has_requests, has_mapping = config.req_id, config.request_rows
-    has_limits, has_workspace, shared = config.token_limits, config.workspace, config.dcp_size > 1
+    has_workspace, shared = config.workspace, config.dcp_size > 1
 
     def read_row(
         row: int, topk: int, table_row: int, table_rows: int, last_local: int, last_slot: int,
@@ -277,7 +270,7 @@ def _row_reader(config: RemapConfig, target: Target) -> Callable[..., tuple[int,
     ) -> tuple[int, ...]:  # fmt: skip
         width = topk
         last = int64(most)
-        if has_limits:
+        if limit_wide >= 0:
             limit = read(limits, row * limit_step, limit_wide)
             last = min(last, max(limit, int64(0)) - 1)
         if not shared:
@@ -295,9 +288,9 @@ def _row_reader(config: RemapConfig, target: Target) -> Callable[..., tuple[int,
                     width = int64(0)
         if not gathered:
             request = row
-            if has_requests:
+            if request_wide >= 0:
                 request = read(requests, row * request_step, request_wide)
-            if has_mapping:
+            if mapping_wide >= 0:
                 if (request >= 0) & (request < mapping_size):
                     request = read(mapping, request * mapping_step, mapping_wide)
                 else:
@@ -313,88 +306,42 @@ def _row_reader(config: RemapConfig, target: Target) -> Callable[..., tuple[int,
     return target.function(read_row)
 
 
-def _translators(config: RemapConfig, target: Target) -> tuple[Callable[..., Columns], ...]:
-    """`paged` and `gathered` for a group of four tokens."""
-    paged, gathered = _paged(config, target), _gathered(config, target)
-
-    def paged_group(
-        t0: int, t1: int, t2: int, t3: int, last: int, last_local: int, rank: int, table: Pointer,
-        base: int, step: int, stride: int, last_slot: int, last_block: int, last_offset: int,
-        pad: int,
-    ) -> Columns:  # fmt: skip
-        s0, v0 = paged(
-            t0, last, last_local, rank, table, base, step, stride, last_slot, last_block,
-            last_offset, pad,
-        )  # fmt: skip
-        s1, v1 = paged(
-            t1, last, last_local, rank, table, base, step, stride, last_slot, last_block,
-            last_offset, pad,
-        )  # fmt: skip
-        s2, v2 = paged(
-            t2, last, last_local, rank, table, base, step, stride, last_slot, last_block,
-            last_offset, pad,
-        )  # fmt: skip
-        s3, v3 = paged(
-            t3, last, last_local, rank, table, base, step, stride, last_slot, last_block,
-            last_offset, pad,
-        )  # fmt: skip
-        return s0, s1, s2, s3, v0, v1, v2, v3
-
-    def gathered_group(
-        t0: int, t1: int, t2: int, t3: int, last: int, last_local: int, start: int,
-        rank_stride: int, last_row: int, pad: int,
-    ) -> Columns:  # fmt: skip
-        s0, v0 = gathered(t0, last, last_local, start, rank_stride, last_row, pad)
-        s1, v1 = gathered(t1, last, last_local, start, rank_stride, last_row, pad)
-        s2, v2 = gathered(t2, last, last_local, start, rank_stride, last_row, pad)
-        s3, v3 = gathered(t3, last, last_local, start, rank_stride, last_row, pad)
-        return s0, s1, s2, s3, v0, v1, v2, v3
-
-    return target.function(paged_group), target.function(gathered_group)
-
-
-def _compactor(config: RemapConfig, target: Target) -> tuple[Callable[..., Any], ...]:
-    """`place` a group's valid slots in shared memory, and `flush` from there to the row."""
+def _byte_summer(target: Target) -> Callable[[int], int]:
+    """The sum of the four bytes of an int32."""
     int32 = target.cast("int32")
-    unsigned = target.cast("uint32")
+
+    def sum_bytes(packed: int) -> int:
+        pairs = int32((packed & 0x00FF00FF) + ((packed >> 8) & 0x00FF00FF))
+        return int32((pairs & 0xFFFF) + (pairs >> 16))
+
+    return target.function(sum_bytes)
+
+
+def _flusher(target: Target) -> Callable[..., None]:
+    """Write columns `[first, end)` of a row: gathered slots up to `filled`, then `pad`."""
+    int32 = target.cast("int32")
     load4_shared = target.load4_shared
     store = _group_storer(target)
 
-    def place(
-        shared: Any, at: int, a: int, b: int, c: int, d: int, va: bool, vb: bool, vc: bool,
-        vd: bool,
-    ) -> None:  # fmt: skip
-        if va:
-            shared[unsigned(at)] = a
-        at = int32(at + int32(va))
-        if vb:
-            shared[unsigned(at)] = b
-        at = int32(at + int32(vb))
-        if vc:
-            shared[unsigned(at)] = c
-        at = int32(at + int32(vc))
-        if vd:
-            shared[unsigned(at)] = d
-
     def flush(
         shared: Any, out: Pointer, base: int, first: int, end: int, filled: int, width: int,
-        thread: int, threads: int, filler: int,
+        thread: int, threads: int, pad: int,
     ) -> None:  # fmt: skip
-        """Columns `[first, end)` of a row of `width`: up to `filled` gathered slots, then pad."""
         at = int32(thread * GROUP)
         column = int32(first + at)
         while column < end:
-            a = b = c = d = filler
-            if column < filled:
+            a = b = c = d = pad
+            left = int32(filled - column)
+            if left > 0:
                 a, b, c, d = load4_shared(shared, TOTALS + at)
-                b = b if column + 1 < filled else filler
-                c = c if column + 2 < filled else filler
-                d = d if column + 3 < filled else filler
+                b = b if left > 1 else pad
+                c = c if left > 2 else pad
+                d = d if left > 3 else pad
             store(out, base, column, width, True, a, b, c, d)
             at = int32(at + threads * GROUP)
             column = int32(first + at)
 
-    return target.function(place), target.function(flush)
+    return target.function(flush)
 
 
 def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
@@ -402,26 +349,25 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
     int32, int64 = target.cast("int32"), target.cast("int64")
     unsigned = target.cast("uint32")
     number, slot_type = target.cast(config.token), target.cast(config.slot)
-    shared_type = target.dtype(config.slot)
-    lanes, two_groups = target.lanes, config.groups == 2
-    span = lanes * GROUP * config.groups
-    compact, safe, has_counts = config.compact, config.safe_lengths, config.counts
-    has_workspace = config.workspace
-    warp_scan, warp_last = target.warp_scan, target.warp_last
-    load, store = _group_loader(config, target), _group_storer(target)
-    read_row = _row_reader(config, target)
-    paged, gathered = _translators(config, target)
-    place, flush = _compactor(config, target)
+    token_dtype, slot_dtype = target.dtype(config.token), target.dtype(config.slot)
+    lanes, groups = target.lanes, config.groups
+    apart, span = lanes * GROUP, lanes * GROUP * config.groups
+    entries, sign = GROUP * config.groups, 63 if config.slot == "int64" else 31
+    compact, counting, has_workspace = config.compact, config.counts, config.workspace
+    warp_scan, warp_last, over_warps = target.warp_scan, target.warp_last, target.over_warps
+    load, store, flush = _group_loader(config, target), _group_storer(target), _flusher(target)
+    read_row, sum_bytes = _row_reader(config, target), _byte_summer(target)
+    paged, gathered = _paged(config, target), _gathered(config, target)
 
     def remap(
         tokens: Pointer, token_row: int, token_step: int, token_phase: int,
         out: Pointer, out_row: int, out_phase: int, topk: int,
         table: Pointer, table_row: int, table_step: int, table_rows: int, last_local: int,
-        stride: int, last_slot: int, last_block: int, last_offset: int, pad: int,
-        requests: Pointer, request_step: int, request_wide: int, rank: int,
+        stride: int, last_slot: int, last_block: int, last_offset: int, pad: int, rank: int,
+        request_wide: int, requests: Pointer, request_step: int,
         counts: Pointer, counts_step: int, lengths: Pointer, lengths_step: int,
-        mapping: Pointer, mapping_step: int, mapping_wide: int, mapping_size: int,
-        limits: Pointer, limit_step: int, limit_wide: int,
+        mapping_wide: int, limit_wide: int,
+        mapping: Pointer, mapping_step: int, mapping_size: int, limits: Pointer, limit_step: int,
         gathers: Pointer, gather_step: int, gather_wide: int,
         starts: Pointer, start_step: int, start_wide: int, starts_size: int,
         rank_stride: int, last_ws_row: int,
@@ -431,86 +377,84 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
         lane = int32(unsigned(thread) % unsigned(lanes))
         warp = int32(unsigned(thread) // unsigned(lanes))
         warps = int32(unsigned(threads) // unsigned(lanes))
-        shared = cuda.shared.array(0, shared_type)
+        shared = cuda.shared.array(0, slot_dtype)
+        token = cuda.local.array(entries, token_dtype)
+        slot = cuda.local.array(entries, slot_dtype)
 
         token_base, out_base = row * token_row, row * out_row
         out_shift = int32((out_phase + out_base) & 3)
         shift = int32((token_phase + token_base) & 3) if token_step == 1 else out_shift
-        width, base, last, start, in_workspace = read_row(
-            row, topk, table_row, table_rows, last_local, last_slot,
-            requests, request_step, request_wide, mapping, mapping_step, mapping_wide, mapping_size,
-            limits, limit_step, limit_wide, gathers, gather_step, gather_wide,
-            starts, start_step, start_wide, starts_size, last_ws_row,
-        )  # fmt: skip
-        columns, readable = int32(topk), int32(width)
-        last_token, last_here = number(last), number(last_local)
-        highest = max(last_slot, int64(0))  # known not to be negative: one comparison less
-        filler = slot_type(pad)
-
+        columns, filler = int32(topk), slot_type(pad)
+        # Valid slots are not negative, so -1 tells the others where they have to be told.
+        absent = slot_type(-1) if counting else filler
         tile = int32(warps * span)
         at = int32(cuda.blockIdx.y * tile)
-        end = int32((readable if compact else columns) + shift)
         done = int32(0)
-        more = compact or at < end
+        more = compact or at < columns + shift
         while more:
+            # Tokens first: they come while the row's own numbers are read, one after the other.
+            # (Those are read again for each tile, which costs less than a wait before the first.)
             column = int32(at + warp * span + lane * GROUP - shift)
-            column_b = int32(column + lanes * GROUP)
-            t0, t1, t2, t3 = load(tokens, token_base, token_step, column, readable)
-            u0 = u1 = u2 = u3 = number(-1)
-            if two_groups:
-                u0, u1, u2, u3 = load(tokens, token_base, token_step, column_b, readable)
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = filler
-            va0 = va1 = va2 = va3 = vb0 = vb1 = vb2 = vb3 = False
-            if readable > 0:
-                if has_workspace and in_workspace:
-                    a0, a1, a2, a3, va0, va1, va2, va3 = gathered(
-                        t0, t1, t2, t3, last_token, last_here, start, rank_stride, last_ws_row,
-                        filler,
+            for g in range(groups):
+                token[4 * g], token[4 * g + 1], token[4 * g + 2], token[4 * g + 3] = load(
+                    tokens, token_base, token_step, int32(column + g * apart), columns
+                )
+            width, base, last, start, in_workspace = read_row(
+                row, topk, table_row, table_rows, last_local, last_slot,
+                requests, request_step, request_wide,
+                mapping, mapping_step, mapping_wide, mapping_size, limits, limit_step, limit_wide,
+                gathers, gather_step, gather_wide, starts, start_step, start_wide, starts_size,
+                last_ws_row,
+            )  # fmt: skip
+            # Known not to be negative, `0 <= x <= bound` is one comparison. A row with a bound
+            # that is has no width.
+            last_token, highest = max(number(last), number(0)), max(last_slot, int64(0))
+            last_here, readable = number(last_local), int32(width)
+            end = int32((readable if compact else columns) + shift)
+            last_tile = int32(at + tile) >= end
+            # The loops are unrolled: all reads of the table are under way together.
+            if readable <= 0:
+                for i in range(entries):
+                    slot[i] = absent
+            elif has_workspace and in_workspace:
+                for i in range(entries):
+                    slot[i] = gathered(
+                        number(token[i]), last_token, last_here, start, rank_stride, last_ws_row,
+                        absent,
                     )  # fmt: skip
-                    if two_groups:
-                        b0, b1, b2, b3, vb0, vb1, vb2, vb3 = gathered(
-                            u0, u1, u2, u3, last_token, last_here, start, rank_stride, last_ws_row,
-                            filler,
-                        )  # fmt: skip
-                else:
-                    a0, a1, a2, a3, va0, va1, va2, va3 = paged(
-                        t0, t1, t2, t3, last_token, last_here, rank, table, base, table_step,
-                        stride, highest, last_block, last_offset, filler,
+            else:
+                for i in range(entries):
+                    slot[i] = paged(
+                        number(token[i]), last_token, last_here, rank, table, base, table_step,
+                        stride, highest, last_block, last_offset, absent,
                     )  # fmt: skip
-                    if two_groups:
-                        b0, b1, b2, b3, vb0, vb1, vb2, vb3 = paged(
-                            u0, u1, u2, u3, last_token, last_here, rank, table, base, table_step,
-                            stride, highest, last_block, last_offset, filler,
-                        )  # fmt: skip
-            in_a = int32(int32(va0) + int32(va1) + int32(va2) + int32(va3))
-            in_b = int32(int32(vb0) + int32(vb1) + int32(vb2) + int32(vb3))
-            last_tile = at + tile >= end
             if compact:
-                # Both groups' counts in one scan: a tile holds fewer than 2**16 of either.
-                upto = warp_scan(int32(in_a | (in_b << 16)), lane)
+                # A byte a group, so that one scan sums them all: no more than 128 a group and warp.
+                held = int32(0)
+                for g in range(groups):
+                    valid = int32(GROUP)
+                    for i in range(GROUP):
+                        valid = int32(valid + int32(slot[GROUP * g + i] >> sign))
+                    held = int32(held | (valid << (8 * g)))
+                upto = warp_scan(held, lane)
                 total = warp_last(upto)
-                total_a = int32(total & 0xFFFF)
+                ahead = int32(upto - held)
                 if lane == 0:
-                    shared[unsigned(warp)] = slot_type(total_a + (total >> 16))
+                    shared[unsigned(warp)] = slot_type(sum_bytes(total))
                 cuda.syncthreads()
                 first = int32((done + out_shift) & ~3)  # the row is written up to here
-                before = done
-                for other in range(warps):
-                    valid = int32(shared[unsigned(other)])
-                    done = int32(done + valid)
-                    before = int32(before + valid) if other < warp else before
-                before = int32(before + TOTALS + out_shift - first)
-                place(
-                    shared, int32(before + (upto & 0xFFFF) - in_a),
-                    a0, a1, a2, a3, va0, va1, va2, va3,
-                )  # fmt: skip
-                if two_groups:
-                    place(
-                        shared, int32(before + total_a + (upto >> 16) - in_b),
-                        b0, b1, b2, b3, vb0, vb1, vb2, vb3,
-                    )  # fmt: skip
+                before, found = over_warps(shared, warp, warps, lane)
+                place = int32(done + before + TOTALS + out_shift - first)
+                done = int32(done + found)
+                for g in range(groups):
+                    to = int32(place + ((ahead >> (8 * g)) & 255))
+                    for i in range(GROUP):
+                        if slot[GROUP * g + i] >= 0:
+                            shared[unsigned(to)] = slot[GROUP * g + i]
+                            to = int32(to + 1)
+                    place = int32(place + ((total >> (8 * g)) & 255))
                 filled = done
-                if safe and last_tile and done == 0:
+                if lengths_step >= 0 and last_tile and done == 0:
                     filled = int32(1)
                     if thread == 0:
                         shared[unsigned(TOTALS + out_shift)] = slot_type(0)
@@ -531,26 +475,29 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
                     if thread < left:
                         shared[unsigned(TOTALS + thread)] = carried
             else:
-                aligned = shift == out_shift
-                store(out, out_base, column, columns, aligned, a0, a1, a2, a3)
-                if two_groups:
-                    store(out, out_base, column_b, columns, aligned, b0, b1, b2, b3)
-                done = int32(done + in_a + in_b)
+                if counting:
+                    for i in range(entries):
+                        done = int32(done + 1) if slot[i] >= 0 else done
+                        slot[i] = slot[i] if slot[i] >= 0 else filler
+                for g in range(groups):
+                    store(
+                        out, out_base, int32(column + g * apart), columns, shift == out_shift,
+                        slot[GROUP * g], slot[GROUP * g + 1], slot[GROUP * g + 2],
+                        slot[GROUP * g + 3],
+                    )  # fmt: skip
             at = int32(at + cuda.gridDim.y * tile)
             more = at < end
 
-        if has_counts and not compact:
-            upto = warp_scan(done, lane)
-            total = warp_last(upto)
+        if counting and not compact:
+            total = warp_last(warp_scan(done, lane))
             if lane == 0:
                 shared[unsigned(warp)] = slot_type(total)
             cuda.syncthreads()
-            done = int32(0)
-            for other in range(warps):
-                done = int32(done + int32(shared[unsigned(other)]))
-        if has_counts and thread == 0:
-            counts[row * counts_step] = done
-            if safe:
+            before, done = over_warps(shared, warp, warps, lane)
+        if counting and thread == 0:
+            if counts_step >= 0:
+                counts[row * counts_step] = done
+            if lengths_step >= 0:
                 lengths[row * lengths_step] = max(done, int32(1))
 
     return remap

@@ -1,7 +1,7 @@
-"""Launching: on the card by the driver's own call with raw addresses, in the simulator by Numba.
+"""Launching on the card: by the driver's own call, with raw addresses.
 
 A launch packs numbers into memory of its thread and makes one call. Neither Numba's dispatcher nor
-an array object is on that way.
+an array object is on that way, and no context of Numba's is ever made.
 """
 
 from __future__ import annotations
@@ -10,25 +10,123 @@ import ctypes
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_index.backends.numba import kernels
+from mla_index.backends.numba import compile as compiler
 from mla_index.backends.numba.arguments import Shape, remap_arguments
+from mla_index.backends.numba.kernels import REMAP_PARAMETERS, RemapConfig
+from mla_index.errors import NotWarm
 from mla_index.registry import Kernel
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
-# --- on the card --------------------------------------------------------------------------------
+Start = Callable[[int, int, int, int, Sequence[Any]], None]
+"""`(blocks, blocks along a row, threads, bytes of shared memory, parameters)`: launches."""
+
+SAFE_LENGTHS_THREADS = 128
+
+MANY_COLUMNS = 2048 * 8
+"""Columns of a call for each multiprocessor from which on there are many rows: lanes that take one
+group of columns would fill it four times over."""
+
+
+def build(spec: RemapSpec | SafeLengthsSpec, device: torch.device) -> Kernel:
+    """Compile and load what a first call needs; the kernel for many rows follows on demand."""
+    if isinstance(spec, SafeLengthsSpec):
+        return Kernel(safe_lengths_launcher(_starter(spec, device), Tensor.data_ptr), lambda: 1)
+    variants = _Variants(spec, device)
+    return Kernel(_remap_launcher(spec, variants), variants.warm)
+
+
+def safe_lengths_launcher(start: Start, pointer: Callable[[Tensor], Any]) -> Callable[..., None]:
+    """The launcher of safe_lengths, on the card or in the simulator."""
+
+    def launch(slots: Tensor, counts: Tensor, lengths: Tensor) -> None:
+        rows = slots.shape[0]
+        start(
+            -(-rows // SAFE_LENGTHS_THREADS), 1, SAFE_LENGTHS_THREADS, 0,
+            (
+                pointer(slots), slots.stride(0), pointer(counts), counts.stride(0),
+                pointer(lengths), lengths.stride(0), rows,
+            ),
+        )  # fmt: skip
+
+    return launch
+
+
+def _remap_launcher(spec: RemapSpec, variants: _Variants) -> Callable[..., None]:
+    arguments = remap_arguments(spec, Tensor.data_ptr, Tensor.data_ptr)
+    many_from = variants.many_from
+
+    def launch(
+        req_id: Tensor | None, block_table: Tensor, token_indices: Tensor, out: Tensor,
+        counts: Tensor | None, lengths: Tensor | None, request_rows: Tensor | None,
+        token_limits: Tensor | None, ws_request_ids: Tensor | None, ws_starts: Tensor | None,
+        rank: int, block_stride_rows: int, rank_stride: int, last_slot: int, last_ws_row: int,
+        pad: int,
+    ) -> None:  # fmt: skip
+        rows, topk = token_indices.shape
+        if rows * topk < many_from:
+            start, shape = variants.few
+        else:
+            start, shape = variants.many or variants.build_many()
+        along, threads, shared = shape(topk)
+        parameters = arguments(
+            req_id, block_table, token_indices, out, counts, lengths, request_rows, token_limits,
+            ws_request_ids, ws_starts, rank, block_stride_rows, rank_stride, last_slot,
+            last_ws_row, pad,
+        )  # fmt: skip
+        start(rows, along, threads, shared, parameters)
+
+    return launch
+
+
+class _Variants:
+    """The kernels of one configuration: for few rows, and for many (built when there are)."""
+
+    def __init__(self, spec: RemapSpec, device: torch.device) -> None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.many_from = MANY_COLUMNS * processors
+        self._spec, self._device = spec, device
+        self._lock = threading.Lock()
+        self._config = self._of(compiler.GROUPS_FOR_FEW_ROWS)
+        self.few = self._built(self._config)
+        self.many: tuple[Start, Shape] | None = None
+
+    def build_many(self) -> tuple[Start, Shape]:
+        """The kernel for many rows; the first call of it compiles."""
+        with self._lock:
+            if self.many is None:
+                config = self._of(compiler.GROUPS_FOR_MANY_ROWS)
+                self.many = self.few if config == self._config else self._built(config)
+            return self.many
+
+    def warm(self) -> int:
+        """Compile what is left; how many kernels there are."""
+        return 1 if self.build_many() is self.few else 2
+
+    def _of(self, classes: dict[int, int]) -> RemapConfig:
+        return compiler.remap_config(self._spec, compiler.groups_for(self._spec.topk, classes))
+
+    def _built(self, config: RemapConfig) -> tuple[Start, Shape]:
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                raise NotWarm(
+                    f"first use of numba's remap for this configuration on {self._device} inside "
+                    "a CUDA graph capture: call mla_index.warmup before the capture"
+                )
+        return _starter(config, self._device), Shape(config, 32, compiler.MAX_WARPS)
+
+
+# --- the driver ---------------------------------------------------------------------------------
 
 _CONFIGURATION = "<7I4xQQI4x"  # CUlaunchConfig: grid, block, shared bytes, stream, attributes
-_MOST_PARAMETERS = len(kernels.REMAP_PARAMETERS)
-_PACKERS = tuple(struct.Struct(f"{_CONFIGURATION}{n}q") for n in range(_MOST_PARAMETERS + 1))
+_PACKERS = tuple(struct.Struct(f"{_CONFIGURATION}{n}q") for n in range(len(REMAP_PARAMETERS) + 1))
 _INVALID_CONTEXT = 201
-_SAFE_LENGTHS_THREADS = 128
 
 
 class _Memory(threading.local):
@@ -38,8 +136,8 @@ class _Memory(threading.local):
         start = struct.calcsize(_CONFIGURATION)
         buffer = ctypes.create_string_buffer(_PACKERS[-1].size)
         at = ctypes.addressof(buffer)
-        addresses = (ctypes.c_void_p * _MOST_PARAMETERS)(
-            *(at + start + 8 * i for i in range(_MOST_PARAMETERS))
+        addresses = (ctypes.c_void_p * len(REMAP_PARAMETERS))(
+            *(at + start + 8 * i for i in range(len(REMAP_PARAMETERS)))
         )
         self.launch = (buffer, at, addresses)
 
@@ -47,30 +145,18 @@ class _Memory(threading.local):
 _memory = _Memory()
 
 
-def card_kernel(spec: RemapSpec | SafeLengthsSpec, device: torch.device) -> Kernel:
-    """Compile and load the one kernel that serves a spec on a device."""
-    from mla_index.backends.numba import compile as compiler
-
-    capability = torch.cuda.get_device_capability(device)
-    pointer = Tensor.data_ptr
-    if isinstance(spec, SafeLengthsSpec):
-        start = _starter(compiler.compiled(spec, capability), device.index)
-        return Kernel(_safe_lengths(start, pointer), warm=lambda: 1)
-    config = compiler.remap_config(spec)
-    start = _starter(compiler.compiled(config, capability), device.index)
-    shape = Shape(spec, config.groups, 32, compiler.MAX_WARPS)
-    launch = _remap(start, shape, remap_arguments(spec, pointer, pointer))
-    return Kernel(launch, warm=lambda: 1)
-
-
-def _starter(compiled: Any, index: int) -> Callable[..., None]:
-    """A function that launches a kernel on torch's current stream of device `index`."""
-    function, context = _load(compiled, index)
-    enqueue = _driver().cuLaunchKernelEx
+def _starter(config: compiler.Config, device: torch.device) -> Start:
+    """Compile and load a kernel; a function that launches it on torch's current stream."""
+    index = device.index
+    code = compiler.compiled(config, torch.cuda.get_device_capability(device))
+    function, context = _load(code, index)
+    enqueue, use_context = _driver_calls()
     current_stream = torch._C._cuda_getCurrentRawStream
     current_device, exchange = torch._C._cuda_getDevice, torch._C._cuda_exchangeDevice
 
-    def start(blocks: int, along: int, threads: int, shared: int, parameters: Any) -> None:
+    def start(
+        blocks: int, along: int, threads: int, shared: int, parameters: Sequence[Any]
+    ) -> None:
         buffer, configuration, addresses = _memory.launch
         _PACKERS[len(parameters)].pack_into(
             buffer, 0, blocks, along, 1, threads, 1, 1, shared, current_stream(index), 0, 0,
@@ -79,7 +165,7 @@ def _starter(compiled: Any, index: int) -> Callable[..., None]:
         if current_device() == index:
             status = enqueue(configuration, function, addresses, None)
             if status == _INVALID_CONTEXT:  # a thread that has called nothing of CUDA's yet
-                _driver().cuCtxSetCurrent(context)
+                use_context(context)
                 status = enqueue(configuration, function, addresses, None)
         else:
             previous = exchange(index)
@@ -91,15 +177,16 @@ def _starter(compiled: Any, index: int) -> Callable[..., None]:
     return start
 
 
-def _driver() -> Any:
-    """The CUDA driver's library, with the two calls of the hot path described to ctypes."""
+@cache
+def _driver_calls() -> tuple[Any, Any]:
+    """`cuLaunchKernelEx` and `cuCtxSetCurrent`: through ctypes they cost half of the bindings."""
     driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     driver.cuCtxSetCurrent.argtypes = [ctypes.c_void_p]
-    return driver
+    return driver.cuLaunchKernelEx, driver.cuCtxSetCurrent
 
 
-def _load(compiled: Any, index: int) -> tuple[int, int]:
+def _load(compiled: compiler.Compiled, index: int) -> tuple[int, int]:
     """The kernel's function in the device's primary context, and that context."""
     from cuda.bindings import driver
 
@@ -131,93 +218,3 @@ def _error_name(status: int) -> str:
         return str(driver.CUresult(status).name)
     except ValueError:
         return f"CUresult {status}"
-
-
-# --- in the simulator ---------------------------------------------------------------------------
-
-_SIMULATED_WARPS = 4
-_simulation = threading.Lock()
-
-
-def simulated_kernel(spec: RemapSpec | SafeLengthsSpec) -> Kernel:
-    """The same kernel, run by Numba's simulator on CPU tensors."""
-    from numba import cuda
-
-    from mla_index.backends.numba.target import SimulatedPointer, in_simulator
-
-    def words(tensor: Tensor) -> SimulatedPointer:
-        return SimulatedPointer(tensor, words=True)
-
-    target = in_simulator()
-    if isinstance(spec, SafeLengthsSpec):
-        kernel = cuda.jit(kernels.safe_lengths_kernel(target, "int64"))
-        return Kernel(_safe_lengths(_simulator(kernel, 0), SimulatedPointer), warm=lambda: 0)
-    from mla_index.backends.numba.compile import remap_config
-
-    config = remap_config(spec)
-    kernel = cuda.jit(kernels.remap_kernel(config, target))
-    shape = Shape(spec, config.groups, target.lanes, _SIMULATED_WARPS)
-    start = _simulator(kernel, len(kernels.REMAP_PARAMETERS))
-    launch = _remap(start, shape, remap_arguments(spec, SimulatedPointer, words))
-    return Kernel(launch, warm=lambda: 0)
-
-
-def _simulator(kernel: Any, count: int) -> Callable[..., None]:
-    """A function that runs a simulated kernel to its end."""
-
-    def start(blocks: int, along: int, threads: int, shared: int, parameters: Any) -> None:
-        absent = (0,) * (count - len(parameters))
-        with _simulation, _eager_threads():
-            kernel[(blocks, along), threads, 0, shared](*parameters, *absent)
-
-    return start
-
-
-@contextmanager
-def _eager_threads() -> Iterator[None]:
-    """Threads hand over at once: the simulator waits for its own by asking them in a loop."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-
-
-# --- both ---------------------------------------------------------------------------------------
-
-
-def _remap(
-    start: Callable[..., None], shape: Shape, arguments: Callable[..., list[Any]]
-) -> Callable[..., None]:
-    def launch(
-        req_id: Tensor | None, block_table: Tensor, token_indices: Tensor, out: Tensor,
-        counts: Tensor | None, lengths: Tensor | None, request_rows: Tensor | None,
-        token_limits: Tensor | None, ws_request_ids: Tensor | None, ws_starts: Tensor | None,
-        rank: int, block_stride_rows: int, rank_stride: int, last_slot: int, last_ws_row: int,
-        pad: int,
-    ) -> None:  # fmt: skip
-        rows, topk = token_indices.shape
-        along, threads, shared = shape(topk)
-        parameters = arguments(
-            req_id, block_table, token_indices, out, counts, lengths, request_rows, token_limits,
-            ws_request_ids, ws_starts, rank, block_stride_rows, rank_stride, last_slot,
-            last_ws_row, pad,
-        )  # fmt: skip
-        start(rows, along, threads, shared, parameters)
-
-    return launch
-
-
-def _safe_lengths(start: Callable[..., None], pointer: Callable[[Tensor], Any]) -> Any:
-    def launch(slots: Tensor, counts: Tensor, lengths: Tensor) -> None:
-        rows = slots.shape[0]
-        start(
-            -(-rows // _SAFE_LENGTHS_THREADS), 1, _SAFE_LENGTHS_THREADS, 0,
-            (
-                pointer(slots), slots.stride(0), pointer(counts), counts.stride(0),
-                pointer(lengths), lengths.stride(0), rows,
-            ),
-        )  # fmt: skip
-
-    return launch

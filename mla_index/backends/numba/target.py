@@ -10,6 +10,7 @@ a kernel means; that nothing wraps on the card where it matters is shown on the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,9 @@ class Pointer(Protocol):
 
     def __setitem__(self, index: int, value: int, /) -> None: ...
 
+    def at_byte(self, offset: int, /) -> int:
+        """The element that begins so many bytes on; only the simulator has this."""
+
 
 Four = tuple[int, int, int, int]
 
@@ -38,11 +42,15 @@ class Target(NamedTuple):
         cast: the integer type of a name such as `int32`; called, it converts.
         constant: a number that Numba takes for one of the type of that name.
         dtype: the element type of a shared array.
+        load_at: `(pointer, base, index, step)` to the element `base + index * step` bytes on.
+        multiply_wide: the int64 product of two int32.
         load4, store4: four adjacent elements from an index that is a multiple of four elements
             from an aligned address, as 16-byte accesses.
         load4_shared: the same from a shared array.
         warp_scan: `(value, lane)` to the sum over the lanes up to and including this one.
         warp_last: the last lane's value.
+        over_warps: `(shared, warp, warps, lane)`, where `shared` begins with a number for each
+            warp, to their sums over the warps before this one and over all.
     """
 
     lanes: int
@@ -50,11 +58,14 @@ class Target(NamedTuple):
     cast: Callable[[str], Callable[[int], int]]
     constant: Callable[[str, int], int]
     dtype: Callable[[str], Any]
+    load_at: Callable[[Pointer, int, int, int], int]
+    multiply_wide: Callable[[int, int], int]
     load4: Callable[[Pointer, int], Four]
     store4: Callable[[Pointer, int, int, int, int, int], None]
     load4_shared: Callable[[Pointer, int], Four]
     warp_scan: Callable[[int, int], int]
     warp_last: Callable[[int], int]
+    over_warps: Callable[[Any, int, int, int], tuple[int, int]]
 
 
 def on_card() -> Target:
@@ -71,11 +82,14 @@ def on_card() -> Target:
         cast=lambda name: getattr(types, name),
         constant=lambda name, value: getattr(np, name)(value),
         dtype=lambda name: getattr(types, name),
+        load_at=intrinsics.load_at,
+        multiply_wide=intrinsics.multiply_wide,
         load4=intrinsics.load4,
         store4=intrinsics.store4,
         load4_shared=intrinsics.load4_shared,
         warp_scan=intrinsics.warp_scan,
         warp_last=intrinsics.warp_last,
+        over_warps=intrinsics.over_warps,
     )
 
 
@@ -87,11 +101,17 @@ def in_simulator() -> Target:
         cast=lambda _: int,
         constant=lambda _, value: value,
         dtype=lambda name: getattr(types, name),
+        load_at=lambda pointer, base, index, step: pointer.at_byte(base + index * step),
+        multiply_wide=operator.mul,
         load4=_load4,
         store4=_store4,
         load4_shared=_load4,
         warp_scan=lambda value, _: value,
         warp_last=lambda value: value,
+        over_warps=lambda shared, warp, warps, _: (
+            int(shared[:warp].sum()),
+            int(shared[:warps].sum()),
+        ),
     )
 
 
@@ -109,6 +129,7 @@ class SimulatedPointer:
         wide = tensor.dtype == torch.int64
         per_element = 2 if wide and words else 1
         element = ctypes.c_int64 if wide and not words else ctypes.c_int32
+        self._element_bytes = ctypes.sizeof(element)
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         self._end = (last + 1) * per_element if tensor.numel() else 0
         # ctypes has no bounds of its own and, unlike an array, spans views of any size at no cost.
@@ -121,6 +142,10 @@ class SimulatedPointer:
 
     def __getitem__(self, index: int) -> int:
         return int(self._memory[self._check(index)])
+
+    def at_byte(self, offset: int) -> int:
+        """The element that begins so many bytes on."""
+        return self[offset // self._element_bytes]
 
     def __setitem__(self, index: int, value: int) -> None:
         self._memory[self._check(index)] = int(value)

@@ -1,0 +1,79 @@
+"""The same kernels in Numba's simulator, on CPU tensors: for tests, and to step through."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from numba import cuda
+from torch import Tensor
+
+from mla_index.backends.numba import compile as compiler
+from mla_index.backends.numba import kernels
+from mla_index.backends.numba.arguments import Shape, remap_arguments
+from mla_index.backends.numba.launch import Start, safe_lengths_launcher
+from mla_index.backends.numba.target import SimulatedPointer, in_simulator
+from mla_index.registry import Kernel
+from mla_index.specs import RemapSpec, SafeLengthsSpec
+
+WARPS = 4
+"""Each is one thread here; rows longer than a tile of four are walked, as on the card."""
+
+GROUPS = {1: 1, 64: 2, 128: 4}
+"""Every number of groups that the card knows, by width class."""
+
+_one_at_a_time = threading.Lock()
+
+
+def build(spec: RemapSpec | SafeLengthsSpec) -> Kernel:
+    """A kernel that runs in the simulator; nothing is compiled."""
+    target = in_simulator()
+    if isinstance(spec, SafeLengthsSpec):
+        kernel = cuda.jit(kernels.safe_lengths_kernel(target, "int64"))
+        start = _starter(kernel, kernels.SAFE_LENGTHS_PARAMETERS)
+        return Kernel(safe_lengths_launcher(start, SimulatedPointer))
+    config = compiler.remap_config(spec, compiler.groups_for(spec.topk, GROUPS))
+    start = _starter(cuda.jit(kernels.remap_kernel(config, target)), kernels.REMAP_PARAMETERS)
+    return Kernel(_remap_launcher(spec, Shape(config, target.lanes, WARPS), start))
+
+
+def _remap_launcher(spec: RemapSpec, shape: Shape, start: Start) -> Callable[..., None]:
+    def words(tensor: Tensor) -> SimulatedPointer:
+        return SimulatedPointer(tensor, words=True)
+
+    arguments = remap_arguments(spec, SimulatedPointer, words)
+
+    def launch(
+        req_id: Tensor | None, block_table: Tensor, token_indices: Tensor, *others: Any
+    ) -> None:
+        rows, topk = token_indices.shape
+        start(rows, *shape(topk), arguments(req_id, block_table, token_indices, *others))
+
+    return launch
+
+
+def _starter(kernel: Any, names: Sequence[str]) -> Start:
+    """A function that runs a kernel to its end."""
+
+    def start(
+        blocks: int, along: int, threads: int, shared: int, parameters: Sequence[Any]
+    ) -> None:
+        left_out = (0,) * (len(names) - len(parameters))
+        with _one_at_a_time, _eager_threads():
+            kernel[(blocks, along), threads, 0, shared](*parameters, *left_out)
+
+    return start
+
+
+@contextmanager
+def _eager_threads() -> Iterator[None]:
+    """Threads hand over at once: the simulator waits for its own by asking them in a loop."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
