@@ -8,14 +8,17 @@ from planted_faults import FAULTS, Fault, ReferenceBackend, reference
 
 import mla_index
 from mla_index.conformance import cases
-from mla_index.conformance.target import Failure, Target
+from mla_index.conformance.target import Failure, NotTaken, Target
 
 JOBS = tuple(cases.jobs(full=False))
 
 
 @pytest.fixture
 def run():
-    """Register a backend and run jobs on it; the failures by job id."""
+    """Register a backend and run jobs on it; the failures by job id.
+
+    Nothing but the counting of compiled kernels may be declined: the backends compile none.
+    """
     registered = []
 
     def run(backend, jobs):
@@ -27,6 +30,8 @@ def run():
                 job.run(Target(backend.name, torch.device("cpu")))
             except Failure as failure:
                 failures[job.id] = str(failure)
+            except NotTaken:
+                assert "compiling" in job.tags
         return failures
 
     yield run

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from mla_index.conformance import field_reports, refusals, safe_jobs, scale_jobs, sweep, view_jobs
+from mla_index.conformance import (
+    compile_jobs,
+    field_reports,
+    refusals,
+    safe_jobs,
+    scale_jobs,
+    sweep,
+    view_jobs,
+)
 from mla_index.conformance.checks import Run, check_remap
 from mla_index.conformance.oracle import Problem
 from mla_index.conformance.target import Job
@@ -19,6 +27,7 @@ def jobs(full: bool) -> Iterator[Job]:
     yield from safe_jobs.jobs(full)
     yield from view_jobs.jobs()
     yield from refusals.jobs()
+    yield from compile_jobs.jobs()
 
 
 def problems() -> dict[str, tuple[Problem, Run]]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-
-import pytest
+from functools import partial
 
 from mla_index.conformance.checks import Run, Scene, prepare
 from mla_index.conformance.generate import random_problem
 from mla_index.conformance.layouts import Layout
 from mla_index.conformance.oracle import Problem
-from mla_index.conformance.target import Failure, NotTaken, Target
+from mla_index.conformance.target import Failure, Job, NotTaken, Target
 
 CONFIGURATIONS = {
     "plain": (Run(), (), None),
@@ -27,6 +27,16 @@ CONFIGURATIONS = {
 MOVED = ("token_indices", "out", "block_table", "req_id", "counts_out", "lengths_out")
 
 
+def jobs() -> Iterator[Job]:
+    """Every configuration at an even and an odd width, and calls with nothing to do."""
+    tags = ("compiling", "alignment")
+    for name, (run, _, _) in CONFIGURATIONS.items():
+        for width in ("even", "odd"):
+            check = partial(check_nothing_compiles_after_warm, name, width)
+            yield Job(f"fr27-nothing-compiles-{name}-{width}", run.op, tags, check)
+    yield Job("fr07-nothing-compiles", "remap", (*tags, "empty"), check_no_kernel_for_nothing)
+
+
 def _compiled(target: Target) -> int:
     count = target.compiled_kernels()
     if count is None:
@@ -34,10 +44,7 @@ def _compiled(target: Target) -> int:
     return count
 
 
-@pytest.mark.mla_op("remap")
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-@pytest.mark.parametrize("width", ["even", "odd"])
-def test_nothing_compiles_after_warmup(target: Target, name: str, width: str) -> None:
+def check_nothing_compiles_after_warm(name: str, width: str, target: Target) -> None:
     """Widths × row counts × alignments after `warm`: right, and not one kernel more."""
     _compiled(target)
     run, features, dcp = CONFIGURATIONS[name]
@@ -92,8 +99,7 @@ def _warm(target: Target, scene: Scene) -> int:
     return warmed
 
 
-@pytest.mark.mla_op("remap")
-def test_no_kernel_for_nothing(target: Target) -> None:
+def check_no_kernel_for_nothing(target: Target) -> None:
     """`T = 0` and `K = 0` compile nothing, of a configuration never seen before."""
     before = _compiled(target)
     for rows, topk in ((0, 2048), (3, 0), (0, 0)):
