@@ -39,7 +39,7 @@ def remap(
         spec, req_id, block_table, token_indices, request_rows, token_limits, ws_request_ids,
         ws_starts, rank, block_stride_rows, rank_stride, last_slot, last_ws_row,
     )  # fmt: skip
-    padding = torch.scalar_tensor(pad, dtype=spec.slot_dtype)
+    padding = torch.full((), pad, dtype=spec.slot_dtype, device=out.device)
     if not spec.compact:
         torch.where(valid, slot, padding, out=out)
         if counts is not None:
@@ -103,7 +103,8 @@ def _slots(
     if block_table.numel():
         entry = block_table[row[:, None], column]
         del column
-        slot, valid = _paged_slots(spec, entry, offset, exists, block_stride_rows, last_slot)
+        slot, valid = _paged_slots(spec, entry, offset, block_stride_rows, last_slot)
+        valid &= exists[:, None]
         del entry
     else:
         slot, valid = offset.to(spec.slot_dtype), torch.zeros_like(in_table)
@@ -145,29 +146,25 @@ def table_rows(
     if request_rows is not None:
         req_id, named = _take(request_rows, req_id)
     row, exists = _within(req_id, block_table.shape[0])
-    return row, exists if named is None else exists & named
+    return row.long(), exists if named is None else exists & named
 
 
 def _paged_slots(
-    spec: RemapSpec,
-    entry: Tensor,
-    offset: Tensor,
-    exists: Tensor,
-    block_stride_rows: int,
-    last_slot: int,
+    spec: RemapSpec, entry: Tensor, offset: Tensor, block_stride_rows: int, last_slot: int
 ) -> tuple[Tensor, Tensor]:
-    """Slots of entries of the block table, and which of them are valid.
+    """Slots of entries of the block table, and which of them lie within `[0, last_slot]`.
 
     `entry * stride + offset <= last_slot` is decided without the product, by comparing block and
-    offset. A row that has no place in the table is given the bound -1, which no block meets.
+    offset.
     """
     last_block, last_offset = divmod(last_slot, block_stride_rows)
-    highest = torch.scalar_tensor(min(last_block, DTYPE_MAX[entry.dtype]), dtype=entry.dtype)
-    bound = torch.where(exists, highest, torch.scalar_tensor(-1, dtype=entry.dtype))[:, None]
-    if last_offset < spec.block_size - 1:
-        bound = bound - (offset > last_offset).to(entry.dtype)
-    valid = entry >= 0
-    valid &= entry <= bound
+    last_block = min(last_block, DTYPE_MAX[entry.dtype])
+    if last_offset >= spec.block_size - 1:
+        safe, valid = _within(entry, last_block + 1)
+        del safe
+    else:
+        valid = entry >= 0
+        valid &= entry <= last_block - (offset > last_offset).to(entry.dtype)
     if spec.slot_dtype == torch.int64:
         entry = entry.long()  # the sum below is formed in the wider dtype of its two parts
     return offset.add(entry, alpha=block_stride_rows).to(spec.slot_dtype), valid
