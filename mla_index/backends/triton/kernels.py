@@ -71,22 +71,24 @@ def _table_row(row, req_id, request_rows, req_stride, map_stride, map_size, tabl
 @triton.jit
 def _share(token, DCP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr):
     """Owning rank of (unsigned) tokens, and the token numbers on that rank."""
-    owner = token // INTERLEAVE % DCP_SIZE
-    local = token // (DCP_SIZE * INTERLEAVE) * INTERLEAVE + token % INTERLEAVE
+    if DCP_SIZE == 1:
+        owner, local = token, token  # the one rank is not asked for
+    else:
+        owner = token // INTERLEAVE % DCP_SIZE
+        local = token // (DCP_SIZE * INTERLEAVE) * INTERLEAVE + token % INTERLEAVE
     return owner, local
 
 
 @triton.jit
 def _translate(
-    columns, topk, token_row, token_stride, table_row, table_stride, paged_size, gathered_size,
-    local_size, rank, block_stride_rows, block_count, last_slot, ws_start, rank_stride, last_ws_row,
+    columns, topk, token_row, token_stride, table_row, table_stride, token_size, local_size, rank,
+    block_stride_rows, block_count, last_slot, is_gathered, ws_start, rank_stride, last_ws_row,
     SLOT: tl.constexpr, WORKSPACE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr,
     INTERLEAVE: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Slots (unsigned) of some columns of a row, and whether they are valid.
 
-    `paged_size` and `gathered_size` bound the tokens, `local_size` the tokens on a rank; one of the
-    first two is 0: the row reads the paged cache or the workspace, or nothing at all.
+    `token_size` bounds the row's tokens (0: the row is out), `local_size` those on one rank.
     """
     if DENSE:
         token_at = token_row + columns
@@ -96,34 +98,63 @@ def _translate(
         token = _unsigned(tl.load(token_at, mask=columns < topk, other=-1))
     else:
         token = _unsigned(tl.load(token_at))
-    paged = token < paged_size.to(token.dtype)
-    if DCP_SIZE == 1:
-        local = token
+    present = token < token_size.to(token.dtype)
+    owner, local = _share(token, DCP_SIZE, INTERLEAVE)
+    if DCP_SIZE > 1:
+        present = present & (local < local_size.to(token.dtype))
+    if WORKSPACE:
+        if is_gathered:
+            slot, valid = _gathered(
+                present, owner, local, ws_start, rank_stride.to(tl.int64),
+                last_ws_row.to(tl.int64), SLOT, DCP_SIZE,
+            )  # fmt: skip
+        else:
+            slot, valid = _paged(
+                present, owner, local, table_row, table_stride, rank, block_stride_rows,
+                block_count, last_slot, SLOT, BLOCK_SIZE, DCP_SIZE, DENSE,
+            )  # fmt: skip
     else:
-        owner, local = _share(token, DCP_SIZE, INTERLEAVE)
-        within = local < local_size.to(token.dtype)
-        paged = paged & within & (owner == rank.to(token.dtype))
+        slot, valid = _paged(
+            present, owner, local, table_row, table_stride, rank, block_stride_rows,
+            block_count, last_slot, SLOT, BLOCK_SIZE, DCP_SIZE, DENSE,
+        )  # fmt: skip
+    return slot, valid
+
+
+@triton.jit
+def _paged(
+    present, owner, local, table_row, table_stride, rank, block_stride_rows, block_count, last_slot,
+    SLOT: tl.constexpr, BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Slots through the block table, of this rank's tokens."""
+    if DCP_SIZE > 1:
+        present = present & (owner == rank.to(owner.dtype))
     block = _signed(local // BLOCK_SIZE)
     if DENSE:
         entry_at = table_row + block
     else:
         entry_at = table_row + block.to(tl.int64) * table_stride.to(tl.int64)
     # What is not read is as good as a block that is not allocated.
-    entry = _unsigned(tl.load(entry_at, mask=paged, other=-1))
+    entry = _unsigned(tl.load(entry_at, mask=present, other=-1))
     slot = entry.to(SLOT) * block_stride_rows.to(SLOT) + (local % BLOCK_SIZE).to(SLOT)
-    valid = (entry < block_count.to(entry.dtype)) & (slot <= last_slot.to(SLOT))
-    if WORKSPACE:
-        fits = token < gathered_size.to(token.dtype)
-        part = local.to(tl.int64) * 0
-        if DCP_SIZE > 1:
-            fits = fits & within
-            part = owner.to(tl.int64) * rank_stride.to(tl.int64)
-        fits = fits & (ws_start <= last_ws_row.to(tl.int64) - part)
-        gathered = ws_start + part + local.to(tl.int64)
-        fits = fits & (gathered >= 0) & (gathered <= last_ws_row.to(tl.int64))
-        slot = tl.where(fits, gathered.to(SLOT), slot)
-        valid = valid | fits
-    return slot, valid
+    return slot, (entry < block_count.to(entry.dtype)) & (slot <= last_slot.to(SLOT))
+
+
+@triton.jit
+def _gathered(
+    present, owner, local, ws_start, rank_stride, last_ws_row,
+    SLOT: tl.constexpr, DCP_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Slots in the gathered workspace, of every rank's tokens."""
+    slot = local.to(tl.int64)
+    if DCP_SIZE > 1:
+        part = owner.to(tl.int64) * rank_stride
+        present = present & (ws_start <= last_ws_row - part)
+        slot += part
+    else:
+        present = present & (ws_start <= last_ws_row)
+    slot += ws_start
+    return slot.to(SLOT), present & (slot >= 0) & (slot <= last_ws_row)
 
 
 @triton.jit
@@ -195,12 +226,18 @@ def remap(
     COMPACT: tl.constexpr, DENSE: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr,
     TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Remap one row, or one piece of it; see `launch.py` for the arguments.
+    """Remap one row, or one piece of it.
+
+    Strides are in elements, but those of the arrays that are read once a row, in 32-bit words;
+    which of these hold int64 is in the bits of `wide` (1: `req_id`, 2: `request_rows`,
+    4: `token_limits`, 8: `ws_request_ids`, 16: `ws_starts`). Every `last_…` is inclusive and fits
+    the dtype of what it bounds; `last_local` is the last token that the table's width has room for.
 
     `PLAN` says how the programs share a row: `tile`: one program, one tile; `walk`: one program
     walks the tiles; `split`: `pieces` programs with a tile each, which (compacting) count for
     themselves what is valid in the tiles before theirs. `TAIL` is how many columns may be left
-    over after whole tiles; where it is as much as `TILE`, every access is masked.
+    over after whole tiles; where it is as much as `TILE`, every access is masked. `DENSE`: the
+    columns of tokens and table are adjacent.
     """
     COUNTED: tl.constexpr = counts is not None
     SAFE: tl.constexpr = lengths is not None
@@ -224,21 +261,21 @@ def remap(
     if token_limits is not None:
         limit = _number(token_limits, row, limit_stride, (wide & 4) != 0, row >= 0)
         last_token = tl.minimum(last_token, tl.maximum(limit, 0) - 1)
+    table_row = table + tl.where(exists, table_index, 0) * table_row_stride.to(tl.int64)
+    is_gathered = row < 0
     ws_start = row * 0
-    gathered_size = _size(ws_start - 1)
     if WORKSPACE:
         entry = _number(ws_request_ids, row, ws_stride, (wide & 8) != 0, row >= 0)
-        known = (entry >= 0) & (entry < ws_size)
+        is_gathered = entry >= 0
+        known = is_gathered & (entry < ws_size)
         ws_start = _number(ws_starts, entry, start_stride, (wide & 16) != 0, known)
-        gathered_size = _size(tl.where(known, last_token, -1))
-        exists = exists & (entry < 0)
+        exists = tl.where(is_gathered, known, exists)
     token_row = tokens + row * token_row_stride.to(tl.int64)
-    table_row = table + tl.where(exists, table_index, 0) * table_row_stride.to(tl.int64)
     slot_row = slots + row * slot_row_stride.to(tl.int64)
     given = (
         token_row, token_stride, table_row, table_stride,
-        _size(tl.where(exists, last_token, -1)), gathered_size, _size(last_local), rank,
-        block_stride_rows, _size(last_block), last_slot, ws_start, rank_stride, last_ws_row,
+        _size(tl.where(exists, last_token, -1)), _size(last_local), rank, block_stride_rows,
+        _size(last_block), last_slot, is_gathered, ws_start, rank_stride, last_ws_row,
     )  # fmt: skip
 
     # --- its columns ---

@@ -416,13 +416,11 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
             index, (shape, even) = first_of_many, many
         else:
             index, (shape, even) = 0, few
-        if token_step == 1 and table_step == 1:
-            if not in_vectors:
-                index += 1
-                if even is not None and topk % even.tile <= even.tail:
-                    index, shape = index + 1, even
-            elif not _misaligned(token_indices, out):
-                index += 1
+        dense = token_step == 1 and table_step == 1
+        if dense and not (in_vectors and _misaligned(token_indices, out)):
+            index += 1
+            if even is not None and topk % even.tile <= even.tail:
+                index, shape = index + 1, even
         pieces = -(-topk // shape.tile) if shape.plan == "split" else 1
 
         counts_at = lengths_at = req_at = map_at = limits_at = ws_at = starts_at = None
