@@ -11,69 +11,85 @@ from torch import Tensor
 from mla_index.backends.numba.kernels import ABSENT, GROUP, MARGIN, TOTALS, RemapConfig
 from mla_index.specs import DTYPE_MAX, RemapSpec
 
+MAX_GRID_Y = 65_535
+
 Make = Callable[[Tensor], Any]
 """Makes a kernel's pointer of a tensor."""
 
+Finish = Callable[[int, int, tuple[Any, ...]], None]
+"""`(rows, topk, parameters)`: launches."""
 
-def remap_arguments(spec: RemapSpec, pointer: Make, words: Make) -> Callable[..., list[Any]]:
-    """A function from the launch parameters to `REMAP_PARAMETERS`, as far as the spec needs them.
+
+def remap_launcher(
+    spec: RemapSpec, pointer: Make, words: Make, finish: Finish
+) -> Callable[..., None]:
+    """The launcher of remap, from the contract's launch parameters to `REMAP_PARAMETERS`.
 
     Args:
         spec: the configuration.
         pointer: makes a pointer to a tensor's elements.
         words: makes a pointer to the int32 words of an int32 or int64 tensor.
+        finish: launches; it is given as many parameters as the spec needs.
     """
-    token_shift = 3 if spec.token_dtype is torch.int64 else 2
-    out_shift = 3 if spec.slot_dtype is torch.int64 else 2
     block_size = spec.block_size
     token_max = DTYPE_MAX[spec.token_dtype]
-    entry_bytes = 8 if spec.table_dtype is torch.int64 else 4
     wide_table = spec.table_dtype is torch.int64
-    mapped, limited, gathered = spec.request_rows, spec.token_limits, spec.workspace
+    entry_bytes = 8 if wide_table else 4
+    mapped, limited = spec.request_rows, spec.token_limits
+    basic = not (mapped or limited or spec.workspace or wide_table)
     int64 = torch.int64
 
-    def arguments(
+    def launch(
         req_id: Tensor | None, block_table: Tensor, token_indices: Tensor, out: Tensor,
         counts: Tensor | None, lengths: Tensor | None, request_rows: Tensor | None,
         token_limits: Tensor | None, ws_request_ids: Tensor | None, ws_starts: Tensor | None,
         rank: int, block_stride_rows: int, rank_stride: int, last_slot: int, last_ws_row: int,
         pad: int,
-    ) -> list[Any]:  # fmt: skip
+    ) -> None:  # fmt: skip
+        rows, topk = token_indices.shape
         token_row, token_step = token_indices.stride()
         table_row, table_step = block_table.stride()
         table_rows, width = block_table.shape
         last_local = width * block_size - 1
-        if last_local > token_max:
-            last_local = token_max
-        # Only int64 entries are held against the block and the offset of the last slot.
-        block, offset = divmod(last_slot, block_stride_rows) if wide_table else (0, 0)
-        parameters: list[Any] = [
-            pointer(token_indices), token_row, token_step,
-            token_indices.data_ptr() >> token_shift & 3,
-            pointer(out), out.stride(0), out.data_ptr() >> out_shift & 3, token_indices.shape[1],
+        request_wide = counts_step = lengths_step = mapping_wide = limit_wide = ABSENT
+        requests = counted = lengthened = request_step = 0
+        if req_id is not None:
+            request_wide = 1 if req_id.dtype is int64 else 0
+            requests, request_step = words(req_id), req_id.stride(0)
+        if counts is not None:
+            counted, counts_step = words(counts), counts.stride(0)
+        if mapped or limited:
+            mapping_wide, limit_wide = _wide(request_rows), _wide(token_limits)
+        if lengths is not None:
+            lengthened, lengths_step = words(lengths), lengths.stride(0)
+        # The order of REMAP_PARAMETERS; written out, since every call passes here.
+        parameters: tuple[Any, ...] = (
+            pointer(token_indices), token_row, token_step, pointer(out), out.stride(0), topk,
             pointer(block_table), table_row * entry_bytes, table_step * entry_bytes, table_rows,
-            last_local, block_stride_rows, last_slot, block, offset, pad, rank,
-        ]  # fmt: skip
-        if req_id is None:
-            parameters += (ABSENT, 0, 0)
-        else:
-            parameters += (1 if req_id.dtype is int64 else 0, words(req_id), req_id.stride(0))
-        parameters += _vector(counts, words)
-        parameters += _vector(lengths, words)
-        parameters += (_wide(request_rows), _wide(token_limits))
-        # What no flag above announces is not read, so the end may be left out.
-        if mapped or limited or gathered:
-            parameters += _vector(request_rows, words)
-            parameters.append(0 if request_rows is None else request_rows.shape[0])
-            parameters += _vector(token_limits, words)
-        if ws_request_ids is not None and ws_starts is not None:
+            last_local if last_local <= token_max else token_max, block_stride_rows, last_slot,
+            pad, rank, request_wide, requests, request_step, counted, counts_step,
+            lengthened, lengths_step, mapping_wide, limit_wide,
+        )  # fmt: skip
+        if not basic:
             parameters += (
-                *_vector(ws_request_ids, words), _wide(ws_request_ids), *_vector(ws_starts, words),
-                _wide(ws_starts), ws_starts.shape[0], rank_stride, last_ws_row,
+                *_vector(request_rows, words), 0 if request_rows is None else request_rows.shape[0],
+                *_vector(token_limits, words), *divmod(last_slot, block_stride_rows),
+                *_workspace(ws_request_ids, ws_starts, rank_stride, last_ws_row, words),
             )  # fmt: skip
-        return parameters
+        finish(rows, topk, parameters)
 
-    return arguments
+    return launch
+
+
+def _workspace(
+    request_ids: Tensor | None, starts: Tensor | None, rank_stride: int, last_row: int, words: Make
+) -> tuple[Any, ...]:
+    if request_ids is None or starts is None:
+        return ()
+    return (
+        *_vector(request_ids, words), _wide(request_ids), *_vector(starts, words), _wide(starts),
+        starts.shape[0], rank_stride, last_row,
+    )  # fmt: skip
 
 
 def _wide(tensor: Tensor | None) -> int:
@@ -96,6 +112,7 @@ class Shape:
     def __init__(self, config: RemapConfig, lanes: int, max_warps: int) -> None:
         self.lanes = lanes
         self.max_warps = max_warps
+        self.min_warps = GROUP // lanes  # threads that carry a begun group to the next tile
         self.span = lanes * GROUP * config.groups
         slot_bytes = 8 if config.slot == "int64" else 4
         # A row that is counted is walked by one block; otherwise several share it.
@@ -107,7 +124,7 @@ class Shape:
 
     def __call__(self, topk: int) -> tuple[int, int, int]:
         """Blocks along a row, threads of a block, and its bytes of shared memory."""
-        warps = -(-topk // self.span)
+        warps = max(-(-topk // self.span), self.min_warps)
         blocks = 1
         if warps > self.max_warps:
             tiles = -(-warps // self.max_warps)
@@ -115,6 +132,3 @@ class Shape:
             if not self.whole_rows:
                 blocks = min(tiles, MAX_GRID_Y)
         return blocks, warps * self.lanes, self.shared_bytes + warps * self.warp_bytes
-
-
-MAX_GRID_Y = 65_535

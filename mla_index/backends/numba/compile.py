@@ -30,6 +30,10 @@ row in one tile, since a card with rows to spare for every multiprocessor waits 
 GROUPS_FOR_MANY_ROWS = {1: 1, 256: 2, 512: 4}
 """The same where rows wait for multiprocessors: a lane's other work is shared by more columns."""
 
+RESIDENT_BLOCKS = {1: 4, 2: 4, 4: 2}
+"""Blocks of the most warps that shall fit a multiprocessor's registers, by groups of a lane; int64
+needs twice the registers, and so gets half the blocks."""
+
 Config = kernels.RemapConfig | SafeLengthsSpec
 
 
@@ -88,7 +92,7 @@ def compiled(config: Config, capability: tuple[int, int]) -> Compiled:
         )
         ptx, _ = cuda.compile(
             function, signature, device=False, abi="numba", cc=capability, output="ptx",
-            debug=False, opt=True, launch_bounds=32 * MAX_WARPS,
+            debug=False, opt=True, launch_bounds=_launch_bounds(config),
         )  # fmt: skip
     entry = re.search(r"\.entry\s+(\w+)\(", ptx)
     if entry is None:
@@ -103,6 +107,15 @@ def compiled(config: Config, capability: tuple[int, int]) -> Compiled:
 def compiled_kernels() -> int:
     """Kernels compiled so far in this process."""
     return compiled.cache_info().currsize
+
+
+def _launch_bounds(config: Config) -> tuple[int, int]:
+    """Threads of a block at most, and blocks of a multiprocessor at least."""
+    if isinstance(config, SafeLengthsSpec):
+        return 32 * MAX_WARPS, 1
+    blocks = RESIDENT_BLOCKS[config.groups]
+    wide = "int64" in (config.token, config.table, config.slot)
+    return 32 * MAX_WARPS, blocks // 2 if wide or config.workspace else blocks
 
 
 def _source(config: Config) -> tuple[Callable[..., None], tuple[str, ...], dict[str, str]]:

@@ -36,6 +36,16 @@ def _load(builder: Any, pointer: Any, index: Any, bits: int) -> list[Any]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def address(typing_context: Any, pointer: Any) -> Any:
+    """The address as an int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.int64(pointer), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def load_at(typing_context: Any, pointer: Any, base: Any, index: Any, step: Any) -> Any:
     """The element `base + index * step` bytes on: one multiply-add and no scaling."""
     element = pointer.dtype

@@ -51,20 +51,20 @@ class RemapConfig(NamedTuple):
 
 
 REMAP_PARAMETERS = (
-    "tokens", "token_row", "token_step", "token_phase", "out", "out_row", "out_phase", "topk",
-    "table", "table_row", "table_step", "table_rows", "last_local", "stride", "last_slot",
-    "last_block", "last_offset", "pad", "rank", "request_wide", "requests", "request_step",
-    "counts", "counts_step", "lengths", "lengths_step", "mapping_wide", "limit_wide",
-    "mapping", "mapping_step", "mapping_size", "limits", "limit_step",
+    "tokens", "token_row", "token_step", "out", "out_row", "topk", "table", "table_row",
+    "table_step", "table_rows", "last_local", "stride", "last_slot", "pad", "rank",
+    "request_wide", "requests", "request_step", "counts", "counts_step", "lengths", "lengths_step",
+    "mapping_wide", "limit_wide",
+    "mapping", "mapping_step", "mapping_size", "limits", "limit_step", "last_block", "last_offset",
     "gathers", "gather_step", "gather_wide", "starts", "start_step", "start_wide", "starts_size",
     "rank_stride", "last_ws_row",
 )  # fmt: skip
 """What the remap kernel takes; all are int64 but the pointers.
 
-Steps and rows are in elements, the table's in bytes. `*_phase`: by how many elements the address of
-row 0 is past a multiple of four. `*_wide`: whether the elements are int64 (1) or int32 (0), since
-they are read as int32 words; -1: there is no such tensor, nor is there one with a step of -1.
-`last_local`: the largest token number of this rank that the table has a column for, or -1.
+Steps and rows are in elements, the table's in bytes. `*_wide`: whether the elements are int64 (1)
+or int32 (0), since they are read as int32 words; -1: there is no such tensor, nor is there one with
+a step of -1. `last_local`: the largest token number of this rank that the table has a column for,
+or -1. A launch may leave out from `mapping` on what the kernel does not come to read.
 """
 
 ABSENT = -1
@@ -354,20 +354,22 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
     apart, span = lanes * GROUP, lanes * GROUP * config.groups
     entries, sign = GROUP * config.groups, 63 if config.slot == "int64" else 31
     compact, counting, has_workspace = config.compact, config.counts, config.workspace
-    warp_scan, warp_last, over_warps = target.warp_scan, target.warp_last, target.over_warps
+    address, warp_scan, warp_last = target.address, target.warp_scan, target.warp_last
+    over_warps = target.over_warps
+    token_bits, slot_bits = (3 if name == "int64" else 2 for name in (config.token, config.slot))
     load, store, flush = _group_loader(config, target), _group_storer(target), _flusher(target)
     read_row, sum_bytes = _row_reader(config, target), _byte_summer(target)
     paged, gathered = _paged(config, target), _gathered(config, target)
 
     def remap(
-        tokens: Pointer, token_row: int, token_step: int, token_phase: int,
-        out: Pointer, out_row: int, out_phase: int, topk: int,
+        tokens: Pointer, token_row: int, token_step: int, out: Pointer, out_row: int, topk: int,
         table: Pointer, table_row: int, table_step: int, table_rows: int, last_local: int,
-        stride: int, last_slot: int, last_block: int, last_offset: int, pad: int, rank: int,
+        stride: int, last_slot: int, pad: int, rank: int,
         request_wide: int, requests: Pointer, request_step: int,
         counts: Pointer, counts_step: int, lengths: Pointer, lengths_step: int,
         mapping_wide: int, limit_wide: int,
         mapping: Pointer, mapping_step: int, mapping_size: int, limits: Pointer, limit_step: int,
+        last_block: int, last_offset: int,
         gathers: Pointer, gather_step: int, gather_wide: int,
         starts: Pointer, start_step: int, start_wide: int, starts_size: int,
         rank_stride: int, last_ws_row: int,
@@ -382,8 +384,11 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
         slot = cuda.local.array(entries, slot_dtype)
 
         token_base, out_base = row * token_row, row * out_row
-        out_shift = int32((out_phase + out_base) & 3)
-        shift = int32((token_phase + token_base) & 3) if token_step == 1 else out_shift
+        # By how many elements the row begins past a multiple of four.
+        out_shift = int32(((address(out) >> slot_bits) + out_base) & 3)
+        shift = out_shift
+        if token_step == 1:
+            shift = int32(((address(tokens) >> token_bits) + token_base) & 3)
         columns, filler = int32(topk), slot_type(pad)
         # Valid slots are not negative, so -1 tells the others where they have to be told.
         absent = slot_type(-1) if counting else filler

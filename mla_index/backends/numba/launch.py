@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_index.backends.numba import compile as compiler
-from mla_index.backends.numba.arguments import Shape, remap_arguments
+from mla_index.backends.numba.arguments import Shape, remap_launcher
 from mla_index.backends.numba.kernels import REMAP_PARAMETERS, RemapConfig
 from mla_index.errors import NotWarm
 from mla_index.registry import Kernel
@@ -39,7 +39,8 @@ def build(spec: RemapSpec | SafeLengthsSpec, device: torch.device) -> Kernel:
     if isinstance(spec, SafeLengthsSpec):
         return Kernel(safe_lengths_launcher(_starter(spec, device), Tensor.data_ptr), lambda: 1)
     variants = _Variants(spec, device)
-    return Kernel(_remap_launcher(spec, variants), variants.warm)
+    pointer = Tensor.data_ptr
+    return Kernel(remap_launcher(spec, pointer, pointer, variants.launch), variants.warm)
 
 
 def safe_lengths_launcher(start: Start, pointer: Callable[[Tensor], Any]) -> Callable[..., None]:
@@ -58,33 +59,6 @@ def safe_lengths_launcher(start: Start, pointer: Callable[[Tensor], Any]) -> Cal
     return launch
 
 
-def _remap_launcher(spec: RemapSpec, variants: _Variants) -> Callable[..., None]:
-    arguments = remap_arguments(spec, Tensor.data_ptr, Tensor.data_ptr)
-    many_from = variants.many_from
-
-    def launch(
-        req_id: Tensor | None, block_table: Tensor, token_indices: Tensor, out: Tensor,
-        counts: Tensor | None, lengths: Tensor | None, request_rows: Tensor | None,
-        token_limits: Tensor | None, ws_request_ids: Tensor | None, ws_starts: Tensor | None,
-        rank: int, block_stride_rows: int, rank_stride: int, last_slot: int, last_ws_row: int,
-        pad: int,
-    ) -> None:  # fmt: skip
-        rows, topk = token_indices.shape
-        if rows * topk < many_from:
-            start, shape = variants.few
-        else:
-            start, shape = variants.many or variants.build_many()
-        along, threads, shared = shape(topk)
-        parameters = arguments(
-            req_id, block_table, token_indices, out, counts, lengths, request_rows, token_limits,
-            ws_request_ids, ws_starts, rank, block_stride_rows, rank_stride, last_slot,
-            last_ws_row, pad,
-        )  # fmt: skip
-        start(rows, along, threads, shared, parameters)
-
-    return launch
-
-
 class _Variants:
     """The kernels of one configuration: for few rows, and for many (built when there are)."""
 
@@ -96,6 +70,14 @@ class _Variants:
         self._config = self._of(compiler.GROUPS_FOR_FEW_ROWS)
         self.few = self._built(self._config)
         self.many: tuple[Start, Shape] | None = None
+
+    def launch(self, rows: int, topk: int, parameters: tuple[Any, ...]) -> None:
+        """Launch whichever kernel suits so many rows."""
+        if rows * topk < self.many_from:
+            start, shape = self.few
+        else:
+            start, shape = self.many or self.build_many()
+        start(rows, *shape(topk), parameters)
 
     def build_many(self) -> tuple[Start, Shape]:
         """The kernel for many rows; the first call of it compiles."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_index.backends.numba import compile as compiler
 from mla_index.backends.numba import kernels
-from mla_index.backends.numba.arguments import Shape, remap_arguments
+from mla_index.backends.numba.arguments import Shape, remap_launcher
 from mla_index.backends.numba.launch import Start, safe_lengths_launcher
 from mla_index.backends.numba.target import SimulatedPointer, in_simulator
 from mla_index.registry import Kernel
@@ -36,23 +36,16 @@ def build(spec: RemapSpec | SafeLengthsSpec) -> Kernel:
         start = _starter(kernel, kernels.SAFE_LENGTHS_PARAMETERS)
         return Kernel(safe_lengths_launcher(start, SimulatedPointer))
     config = compiler.remap_config(spec, compiler.groups_for(spec.topk, GROUPS))
+    shape = Shape(config, target.lanes, WARPS)
     start = _starter(cuda.jit(kernels.remap_kernel(config, target)), kernels.REMAP_PARAMETERS)
-    return Kernel(_remap_launcher(spec, Shape(config, target.lanes, WARPS), start))
 
-
-def _remap_launcher(spec: RemapSpec, shape: Shape, start: Start) -> Callable[..., None]:
     def words(tensor: Tensor) -> SimulatedPointer:
         return SimulatedPointer(tensor, words=True)
 
-    arguments = remap_arguments(spec, SimulatedPointer, words)
+    def finish(rows: int, topk: int, parameters: tuple[Any, ...]) -> None:
+        start(rows, *shape(topk), parameters)
 
-    def launch(
-        req_id: Tensor | None, block_table: Tensor, token_indices: Tensor, *others: Any
-    ) -> None:
-        rows, topk = token_indices.shape
-        start(rows, *shape(topk), arguments(req_id, block_table, token_indices, *others))
-
-    return launch
+    return Kernel(remap_launcher(spec, SimulatedPointer, words, finish))
 
 
 def _starter(kernel: Any, names: Sequence[str]) -> Start:

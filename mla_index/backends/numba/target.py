@@ -26,8 +26,11 @@ class Pointer(Protocol):
 
     def __setitem__(self, index: int, value: int, /) -> None: ...
 
+    # Only the simulator's has these; kernels come to them by `Target`.
+    address: int
+
     def at_byte(self, offset: int, /) -> int:
-        """The element that begins so many bytes on; only the simulator has this."""
+        """The element that begins so many bytes on."""
 
 
 Four = tuple[int, int, int, int]
@@ -42,6 +45,7 @@ class Target(NamedTuple):
         cast: the integer type of a name such as `int32`; called, it converts.
         constant: a number that Numba takes for one of the type of that name.
         dtype: the element type of a shared array.
+        address: of a pointer, in bytes.
         load_at: `(pointer, base, index, step)` to the element `base + index * step` bytes on.
         multiply_wide: the int64 product of two int32.
         load4, store4: four adjacent elements from an index that is a multiple of four elements
@@ -58,6 +62,7 @@ class Target(NamedTuple):
     cast: Callable[[str], Callable[[int], int]]
     constant: Callable[[str, int], int]
     dtype: Callable[[str], Any]
+    address: Callable[[Pointer], int]
     load_at: Callable[[Pointer, int, int, int], int]
     multiply_wide: Callable[[int, int], int]
     load4: Callable[[Pointer, int], Four]
@@ -82,6 +87,7 @@ def on_card() -> Target:
         cast=lambda name: getattr(types, name),
         constant=lambda name, value: getattr(np, name)(value),
         dtype=lambda name: getattr(types, name),
+        address=intrinsics.address,
         load_at=intrinsics.load_at,
         multiply_wide=intrinsics.multiply_wide,
         load4=intrinsics.load4,
@@ -101,6 +107,7 @@ def in_simulator() -> Target:
         cast=lambda _: int,
         constant=lambda _, value: value,
         dtype=lambda name: getattr(types, name),
+        address=lambda pointer: pointer.address,
         load_at=lambda pointer, base, index, step: pointer.at_byte(base + index * step),
         multiply_wide=operator.mul,
         load4=_load4,
@@ -129,11 +136,12 @@ class SimulatedPointer:
         wide = tensor.dtype == torch.int64
         per_element = 2 if wide and words else 1
         element = ctypes.c_int64 if wide and not words else ctypes.c_int32
+        self.address = tensor.data_ptr()
         self._element_bytes = ctypes.sizeof(element)
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
         self._end = (last + 1) * per_element if tensor.numel() else 0
         # ctypes has no bounds of its own and, unlike an array, spans views of any size at no cost.
-        self._memory = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(element))
+        self._memory = ctypes.cast(self.address, ctypes.POINTER(element))
 
     def _check(self, index: int) -> int:
         if not 0 <= index < self._end:
