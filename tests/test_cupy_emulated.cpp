@@ -93,6 +93,11 @@ T __ldcs(const T* from) {
     return *from;
 }
 template <class T>
+void __stwb(T* to, T value) {
+    if (reinterpret_cast<uintptr_t>(to) % sizeof(T)) fail("a misaligned vector is written");
+    *to = value;
+}
+template <class T>
 T __ldg(const T* from) {
     return *from;
 }

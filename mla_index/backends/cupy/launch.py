@@ -107,7 +107,7 @@ class _Functions:
 
 def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Kernel:
     """The launcher of one configuration on one device."""
-    shape = layout(spec)
+    shapes = layout(spec, vector=False), layout(spec, vector=True)
     functions = _Functions("remap", remap_variants(spec), device, runtime)
     loaded = functions.loaded
     arguments = _Arguments(runtime)
@@ -161,7 +161,7 @@ def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Ker
             token_end, local_end, rank, block_stride_rows, last_block, last_offset,
             rank_stride, last_ws_row, pad,
         )  # fmt: skip
-        grid, block, shared = geometry(shape, spec.compact, slot_bytes, rows, topk)
+        grid, block, shared = geometry(shapes[vector], spec.compact, slot_bytes, rows, topk)
         _launch(runtime, function, grid, block, shared, arguments, index)
 
     return Kernel(launch, functions.warm)

@@ -46,6 +46,12 @@ typedef int32 slot_t;
 typedef uint32 uslot_t;
 #endif
 
+#if ONE_TILE
+typedef uint32 column_t;
+#else
+typedef int64 column_t;
+#endif
+
 #define PART (VECTOR ? 4 : 1)
 #define PARTS (ITEMS / PART)
 #define SEGMENT (32 * ITEMS)
@@ -242,12 +248,22 @@ __device__ __forceinline__ uint32 part_column(uint32 warp, uint32 lane, int part
     return warp * SEGMENT + part * (32 * PART) + lane * PART;
 }
 
+// How much of the row is left from column `first` on, as far as a tile can tell.
+__device__ __forceinline__ uint32 columns_left(const Params& p, int64 first) {
+#if ONE_TILE
+    return static_cast<uint32>(p.topk) - static_cast<uint32>(first);
+#else
+    const int64 left = p.topk - first;
+    return left < 0x7fffffff ? static_cast<uint32>(left) : 0x7fffffffu;
+#endif
+}
+
 // A thread's tokens of the tile that starts at column `first`; -1 beyond the row. `out` may be the
 // same memory: nothing here may be read after the tile was written.
 __device__ __forceinline__ void load_tokens(
     const Params& p, int64 row, int64 first, uint32 warp, uint32 lane, token_t (&tokens)[ITEMS]) {
     const token_t* source = p.tokens + row * p.token_pitch + first * (VECTOR ? 1 : p.token_step);
-    const int64 width = p.topk - first;
+    const uint32 width = columns_left(p, first);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         const uint32 column = part_column(warp, lane, part);
@@ -275,12 +291,14 @@ __device__ __forceinline__ void load_tokens(
     }
 }
 
+// By intrinsics: an assignment of a vector may be compiled to four stores of a word.
 __device__ __forceinline__ void store_part(slot_t* target, const slot_t (&slots)[PART]) {
 #if VECTOR && SLOT_BYTES == 4
-    *reinterpret_cast<int4*>(target) = make_int4(slots[0], slots[1], slots[2], slots[3]);
+    const int4 four = make_int4(slots[0], slots[1], slots[2], slots[3]);
+    __stwb(reinterpret_cast<int4*>(target), four);
 #elif VECTOR
-    reinterpret_cast<longlong2*>(target)[0] = make_longlong2(slots[0], slots[1]);
-    reinterpret_cast<longlong2*>(target)[1] = make_longlong2(slots[2], slots[3]);
+    __stwb(reinterpret_cast<longlong2*>(target), make_longlong2(slots[0], slots[1]));
+    __stwb(reinterpret_cast<longlong2*>(target) + 1, make_longlong2(slots[2], slots[3]));
 #else
     *target = slots[0];
 #endif
@@ -292,7 +310,7 @@ __device__ __forceinline__ void store_in_place(
     const Params& p, int64 row, int64 first, uint32 warp, uint32 lane,
     const slot_t (&slots)[ITEMS], uint32 found) {
     slot_t* target = p.out + row * p.out_pitch + first;
-    const int64 width = p.topk - first;
+    const uint32 width = columns_left(p, first);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
         const uint32 column = part_column(warp, lane, part);
@@ -411,9 +429,9 @@ __device__ __forceinline__ void store_compact(
     row_barrier();
 
     const uint32 whole = filled & ~static_cast<uint32>(PART - 1);
-    const int64 width = last ? p.topk - start : whole;
+    const column_t width = last ? static_cast<column_t>(p.topk - start) : whole;
     slot_t* target = p.out + row * p.out_pitch + start;
-    for (int64 column = thread * PART; column < width; column += threads * PART) {
+    for (column_t column = thread * PART; column < width; column += threads * PART) {
         slot_t values[PART];
 #pragma unroll
         for (int j = 0; j < PART; ++j) {

@@ -75,40 +75,42 @@ class Layout(NamedTuple):
         return 32 * self.items
 
 
-def layout(spec: RemapSpec) -> Layout:
+def layout(spec: RemapSpec, *, vector: bool) -> Layout:
     """The layout of a configuration, from its width class and dtypes.
 
-    int64 takes twice the registers and shared memory, and so has half the entries a thread.
+    Ordinary calls have more entries a thread, for as long as that costs few registers.
     """
-    wide = _wide(spec)
-    most = 8 if wide else 16
-    if spec.topk <= 32 * most:
+    wide = torch.int64 in (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
+    ordinary = vector and not wide and not spec.workspace
+    if spec.topk <= 32 * (16 if ordinary else 4):
         return Layout(max(4, spec.topk // 32), True, True, False, 1)
-    items = 4 if wide else 8
+    items = 8 if ordinary else 4
     if spec.compact or spec.counts:
         return Layout(items, False, spec.topk <= MAX_WARPS * 32 * items, False, MAX_WARPS)
     most = MAX_PARTS * PLAIN_WARPS * 32 * items
     return Layout(items, False, spec.topk <= most, True, PLAIN_WARPS)
 
 
-def _registers(spec: RemapSpec, shape: Layout, *, vector: bool) -> int:
-    """As few as do without spilling (a test compiles them all), so that most rows are in flight."""
-    if shape.warp_rows:
-        if shape.items == 16:
-            return 64 if vector and not spec.workspace else 80
-        return 80 if shape.items == 8 and _wide(spec) else 48
-    return 40 if shape.one_tile else 56
+def _registers(shape: Layout) -> int:
+    """As few as do without spilling on sm_80 and sm_90 (a test sees to it): most rows in flight.
 
-
-def _wide(spec: RemapSpec) -> bool:
-    return torch.int64 in (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
+    A thread block of 1,024 threads can have 64 at the most.
+    """
+    if shape.items == 8 and not shape.warp_rows:
+        return 40 if shape.one_tile else 48
+    return {4: 56, 8: 48, 16: 80}[shape.items]
 
 
 def remap_variants(spec: RemapSpec) -> tuple[Variant, ...]:
     """Every kernel that a configuration can need: first the one for any strides and alignment,
     then the vectorised one, if the width class has a width that is a multiple of 4.
     """
-    shape = layout(spec)
+    layouts = (False, True) if spec.topk >= 4 else (False,)
+    return tuple(_remap_variant(spec, vector=vector) for vector in layouts)
+
+
+def _remap_variant(spec: RemapSpec, *, vector: bool) -> Variant:
+    shape = layout(spec, vector=vector)
     defines = {
         "TOKEN_BYTES": BYTES[spec.token_dtype],
         "TABLE_BYTES": BYTES[spec.table_dtype],
@@ -126,13 +128,10 @@ def remap_variants(spec: RemapSpec) -> tuple[Variant, ...]:
         "ITEMS": shape.items,
         "WARP_ROWS": shape.warp_rows,
         "ONE_TILE": shape.one_tile,
+        "VECTOR": vector,
     }
-    fixed = tuple((name, int(value)) for name, value in defines.items())
-    return tuple(
-        Variant("remap", _registers(spec, shape, vector=vector), (*fixed, ("VECTOR", int(vector))))
-        for vector in (False, True)
-        if spec.topk >= 4 or not vector
-    )
+    macros = tuple((name, int(value)) for name, value in defines.items())
+    return Variant("remap", _registers(shape), macros)
 
 
 def safe_lengths_variants(spec: SafeLengthsSpec) -> tuple[Variant, ...]:
