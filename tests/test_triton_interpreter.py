@@ -20,7 +20,7 @@ SWEEP = """
     import itertools, json
     import torch
     import mla_index
-    from mla_index.backends.triton import launch
+    from mla_index.backends.triton import launch, variants
 
     seen = []
     run = launch.Interpreter.__call__
@@ -58,12 +58,12 @@ SWEEP = """
             compare(3, width, 2, torch.int64, **want)
         for width in (4224, 6144, 6200):
             compare(2, width, 1, torch.int32, **want)
-        few = launch.FEW_ROWS
-        launch.FEW_ROWS = 1  # as if two rows were many
+        few = variants.FEW_ROWS
+        variants.FEW_ROWS = 1  # as if two rows were many
         for width in (2048, 4224, 4500, 6144):
             compare(2, width, 1, torch.int64, **want)
         compare(2, 4200, 2, torch.int32, **want)
-        launch.FEW_ROWS = few
+        variants.FEW_ROWS = few
     print(json.dumps({"wrong": wrong, "seen": seen}))
 """
 

@@ -20,7 +20,7 @@ from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec
 
 name = "triton"
 contract_version = CONTRACT_VERSION
-limits = Limits(operations=("remap", "safe_lengths"), devices=None)
+limits = Limits(operations=("remap", "safe_lengths"), devices=None, max_topk=2**30)
 
 _LAUNCH = "mla_index.backends.triton.launch"
 
