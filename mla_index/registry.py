@@ -109,7 +109,11 @@ class Limits:
 
 
 class Backend(Protocol):
-    """The contract, in three steps. An object or a module with these names is a backend."""
+    """The contract, in three steps. An object or a module with these names is a backend.
+
+    One more function may be there: `compiled_kernels() -> int`, kernels compiled so far in this
+    process. With it, the conformance suite shows that nothing is compiled after `Kernel.warm`.
+    """
 
     @property
     def name(self) -> str:

@@ -33,6 +33,11 @@ def unavailable(device: torch.device, *, probe: bool) -> str | None:
     return None
 
 
+def compiled_kernels() -> int:
+    """None: eager operations come compiled with torch."""
+    return 0
+
+
 def unsupported(op: str, spec: Spec) -> str | None:
     """Nothing beyond `limits`."""
     return None

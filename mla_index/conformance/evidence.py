@@ -1,0 +1,78 @@
+"""The page of evidence, made from the records of conformance runs.
+
+`python -m mla_index.conformance.evidence benchmarks/results docs/evidence.md` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+HEAD = """# Evidence
+
+What the conformance suite was seen to do on real devices. This page is generated from the records
+`benchmarks/results/conformance-*.json`, which `mla-index conformance --all --json FILE` writes, by
+
+```console
+$ python -m mla_index.conformance.evidence benchmarks/results docs/evidence.md
+```
+
+A test fails when page and records disagree, and warns when the kernel and launch sources are no
+longer those of a record (their hash is in it).
+"""
+
+
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of a folder by file name, in the order of their names."""
+    return {
+        path.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("conformance-*.json"))
+    }
+
+
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """The page in Markdown."""
+    return "\n".join([HEAD, *(section for name, r in found.items() for section in _section(name, r))])
+
+
+def _section(name: str, record: dict[str, Any]) -> Iterable[str]:
+    versions = record["versions"]
+    packages = ", ".join(f"{key} {value}" for key, value in versions.items() if key != "platform")
+    yield f"## {record['card'] or record['device']}, {record['date'][:10]}\n"
+    yield f"- record: `benchmarks/results/{name}`"
+    yield f"- device: `{record['device']}`, driver {record['driver'] or 'none'}"
+    yield f"- versions: {packages}"
+    yield f"- sources: `{record['source_hash'][:16]}`"
+    yield f"- every backend ran and passed: **{'yes' if record['passed'] else 'no'}**\n"
+    yield "| backend | operation | passed | failed | skipped | why skipped |"
+    yield "|---|---|---:|---:|---:|---|"
+    for backend, result in record["backends"].items():
+        for problem in result["problems"]:
+            yield f"| {backend} | {problem} | | | | |"
+        for line in result["results"]:
+            why = "; ".join(f"{count} × {text}" for text, count in line["skip_reasons"].items())
+            numbers = " | ".join(str(line[key]) for key in ("passed", "failed", "skipped"))
+            # Tests of no backend run beside each, and say so.
+            shown = backend if line["backend"] == backend else f"beside {backend}"
+            yield f"| {shown} | {line['operation']} | {numbers} | {why} |"
+    yield "\n| backend | scale | kernels compiled |"
+    yield "|---|---|---:|"
+    for backend, result in record["backends"].items():
+        compiled = result.get("compiled_kernels")
+        yield f"| {backend} | {result.get('scale', '')} | {'–' if compiled is None else compiled} |"
+    yield ""
+
+
+def main() -> None:
+    """Write the page: arguments are the folder of the records and the file of the page."""
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {Path(sys.argv[0]).name} FOLDER PAGE")
+    folder, target = Path(sys.argv[1]), Path(sys.argv[2])
+    target.write_text(page(records(folder)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
