@@ -17,7 +17,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mla_index.backends.cupy.launch import REMAP_FIELDS, SAFE_LENGTHS_FIELDS
+from mla_index.backends.cupy.launch import (
+    REMAP_EXTRA_FIELDS,
+    REMAP_FIELDS,
+    SAFE_LENGTHS_FIELDS,
+)
 from mla_index.backends.cupy.variants import (
     Variant,
     remap_variants,
@@ -206,7 +210,8 @@ class Planted(NamedTuple):
 
 
 @pytest.mark.parametrize(
-    ("function", "fields"), [("remap", REMAP_FIELDS), ("safe_lengths", SAFE_LENGTHS_FIELDS)]
+    ("function", "fields"),
+    [("remap", REMAP_FIELDS + REMAP_EXTRA_FIELDS), ("safe_lengths", SAFE_LENGTHS_FIELDS)],
 )
 def test_the_packed_fields_are_those_of_the_struct(function: str, fields: str) -> None:
     """Same names, same order; `*` where the struct's field is unsigned."""

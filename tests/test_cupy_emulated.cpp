@@ -163,8 +163,6 @@ static void run_block(bool backwards, size_t shared) {
     }
 }
 
-extern "C" unsigned long long params_size() { return sizeof(Params); }
-
 extern "C" void emulate(
     const void* packed, unsigned grid_x, unsigned grid_y, unsigned block_x, unsigned shared,
     int backwards) {

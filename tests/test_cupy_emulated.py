@@ -72,9 +72,6 @@ class Emulator:
             check=True, capture_output=True, text=True,
         )  # fmt: skip
         loaded = ctypes.CDLL(str(library))
-        packed = {"remap": launch._REMAP_PARAMS, "safe_lengths": launch._SAFE_LENGTHS_PARAMS}
-        loaded.params_size.restype = ctypes.c_ulonglong
-        assert loaded.params_size() == packed[variant.function].size
 
         def run(
             grid: tuple[int, ...],

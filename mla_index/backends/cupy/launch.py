@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +27,15 @@ from mla_index.specs import DTYPE_MAX, RemapSpec, SafeLengthsSpec
 # The fields of the kernels' `Params`, in order; each has 8 bytes. `*` marks unsigned numbers.
 REMAP_FIELDS = """
 tokens token_pitch token_step out out_pitch table table_pitch table_step table_rows rows topk
-req_id.data req_id.stride req_id.bytes
+req_id.data req_id.stride req_id.bytes counts counts_stride lengths lengths_stride
+*token_end rank block_stride_rows last_block last_offset pad
+"""
+REMAP_EXTRA_FIELDS = """
 request_rows.data request_rows.stride request_rows.bytes num_request_rows
 token_limits.data token_limits.stride token_limits.bytes
 ws_request_ids.data ws_request_ids.stride ws_request_ids.bytes
 ws_starts.data ws_starts.stride ws_starts.bytes num_ws_starts
-counts counts_stride lengths lengths_stride
-*token_end *local_end rank block_stride_rows last_block last_offset rank_stride last_ws_row pad
+*local_end rank_stride last_ws_row
 """
 SAFE_LENGTHS_FIELDS = "slots slot_pitch counts counts_stride lengths lengths_stride rows"
 MAX_GRID = 2**31 - 1
@@ -46,8 +49,9 @@ def _packer(fields: str) -> struct.Struct:
     return struct.Struct("=" + "".join("Q" if name[0] == "*" else "q" for name in fields.split()))
 
 
-_REMAP_PARAMS = _packer(REMAP_FIELDS)
-_SAFE_LENGTHS_PARAMS = _packer(SAFE_LENGTHS_FIELDS)
+_REMAP = _packer(REMAP_FIELDS)
+_REMAP_EXTRA = _packer(REMAP_EXTRA_FIELDS)
+_SAFE_LENGTHS = _packer(SAFE_LENGTHS_FIELDS)
 
 
 class _Stream:
@@ -64,7 +68,7 @@ class _Arguments(threading.local):
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.buffer = bytearray(max(_REMAP_PARAMS.size, _SAFE_LENGTHS_PARAMS.size))
+        self.buffer = bytearray(_REMAP.size + _REMAP_EXTRA.size)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
         self.by_value = (runtime.by_value(address),)
         self.stream = _Stream()
@@ -105,16 +109,29 @@ class _Functions:
 # --- remap ----------------------------------------------------------------------------------------
 
 
+class _Numbers(NamedTuple):
+    """What follows from the numbers of a call: mostly those of the call before."""
+
+    grid: tuple[int, int]
+    block: tuple[int]
+    shared: int
+    token_end: int
+    local_end: int
+    last_block: int
+    last_offset: int
+
+
 def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Kernel:
     """The launcher of one configuration on one device."""
-    shapes = layout(spec, vector=False), layout(spec, vector=True)
     functions = _Functions("remap", remap_variants(spec), device, runtime)
     loaded = functions.loaded
     arguments = _Arguments(runtime)
-    pack = _REMAP_PARAMS.pack_into
+    pack, pack_extra, extra_at = _REMAP.pack_into, _REMAP_EXTRA.pack_into, _REMAP.size
     index = device.index
+    extra = spec.request_rows or spec.token_limits or spec.workspace
     token_bytes, slot_bytes = BYTES[spec.token_dtype], BYTES[spec.slot_dtype]
-    last_entry = DTYPE_MAX[spec.table_dtype]
+    # The last call's numbers and what follows from them, in one object: threads may race for it.
+    latest: list[tuple[tuple[int, ...], _Numbers | None]] = [((), None)]
 
     def launch(
         req_id: Tensor | None,
@@ -136,7 +153,7 @@ def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Ker
     ) -> None:
         rows, topk = token_indices.shape
         token_pitch, token_step = token_indices.stride()
-        out_pitch = out.stride()[0]
+        out_pitch, _ = out.stride()
         table_rows, table_width = block_table.shape
         table_pitch, table_step = block_table.stride()
         tokens_at, out_at = token_indices.data_ptr(), out.data_ptr()
@@ -144,27 +161,56 @@ def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Ker
         vector = token_step == table_step == 1 and not (topk & 3 or unaligned & 15)
         function = loaded[vector] or functions.load(vector)
 
-        last_block, last_offset = divmod(last_slot, block_stride_rows)
-        if last_block > last_entry:
-            last_block, last_offset = last_entry, block_stride_rows - 1
-        token_end, local_end = token_ends(spec, table_width, rank)
+        key = (rows, topk, table_width, rank, block_stride_rows, last_slot, vector)
+        known, numbers = latest[0]
+        if numbers is None or known != key:
+            numbers = _numbers(spec, *key)
+            latest[0] = (key, numbers)
+        grid, block, shared, token_end, local_end, last_block, last_offset = numbers
+        req_at, req_stride, req_bytes = (0, 0, 4) if req_id is None else _column(req_id)
+        counts_at, counts_stride = (0, 0) if counts is None else _result(counts)
+        lengths_at, lengths_stride = (0, 0) if lengths is None else _result(lengths)
+        buffer = arguments.buffer
+        if extra:
+            pack_extra(
+                buffer, extra_at,
+                *_sized_column(request_rows), *_column(token_limits),
+                *_column(ws_request_ids), *_sized_column(ws_starts),
+                local_end, rank_stride, last_ws_row,
+            )  # fmt: skip
         pack(
-            arguments.buffer, 0,
+            buffer, 0,
             tokens_at, token_pitch, token_step, out_at, out_pitch,
             block_table.data_ptr(), table_pitch, table_step, table_rows, rows, topk,
-            *_column(req_id),
-            *_column(request_rows), 0 if request_rows is None else request_rows.shape[0],
-            *_column(token_limits),
-            *_column(ws_request_ids),
-            *_column(ws_starts), 0 if ws_starts is None else ws_starts.shape[0],
-            *_result(counts), *_result(lengths),
-            token_end, local_end, rank, block_stride_rows, last_block, last_offset,
-            rank_stride, last_ws_row, pad,
+            req_at, req_stride, req_bytes, counts_at, counts_stride, lengths_at, lengths_stride,
+            token_end, rank, block_stride_rows, last_block, last_offset, pad,
         )  # fmt: skip
-        grid, block, shared = geometry(shapes[vector], spec.compact, slot_bytes, rows, topk)
         _launch(runtime, function, grid, block, shared, arguments, index)
 
     return Kernel(launch, functions.warm)
+
+
+def _numbers(
+    spec: RemapSpec,
+    rows: int,
+    topk: int,
+    table_width: int,
+    rank: int,
+    block_stride_rows: int,
+    last_slot: int,
+    vector: int,
+) -> _Numbers:
+    last_block, last_offset = divmod(last_slot, block_stride_rows)
+    last_entry = DTYPE_MAX[spec.table_dtype]
+    if last_block > last_entry:
+        last_block, last_offset = last_entry, block_stride_rows - 1
+    shape = layout(spec, vector=bool(vector))
+    return _Numbers(
+        *geometry(shape, spec.compact, BYTES[spec.slot_dtype], rows, topk),
+        *token_ends(spec, table_width, rank),
+        last_block,
+        last_offset,
+    )
 
 
 def token_ends(spec: RemapSpec, table_width: int, rank: int) -> tuple[int, int]:
@@ -218,8 +264,12 @@ def _column(tensor: Tensor | None) -> tuple[int, int, int]:
     return tensor.data_ptr(), tensor.stride()[0], tensor.element_size()
 
 
-def _result(tensor: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride()[0])
+def _sized_column(tensor: Tensor | None) -> tuple[int, int, int, int]:
+    return (*_column(tensor), 0 if tensor is None else tensor.shape[0])
+
+
+def _result(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.stride()[0]
 
 
 def _launch(
@@ -250,7 +300,7 @@ def safe_lengths_kernel(spec: SafeLengthsSpec, device: torch.device, runtime: Ru
     functions = _Functions("safe_lengths", safe_lengths_variants(spec), device, runtime)
     loaded = functions.loaded
     arguments = _Arguments(runtime)
-    pack = _SAFE_LENGTHS_PARAMS.pack_into
+    pack = _SAFE_LENGTHS.pack_into
 
     def launch(slots: Tensor, counts: Tensor, lengths: Tensor) -> None:
         rows = slots.shape[0]

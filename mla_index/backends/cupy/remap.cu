@@ -78,25 +78,26 @@ struct Params {
     int64 rows;
     int64 topk;
     Column req_id;
+    int32* counts;
+    int64 counts_stride;
+    int32* lengths;
+    int64 lengths_stride;
+    uint64 token_end;  // tokens from here on have no column in the table
+    int64 rank;
+    int64 block_stride_rows;
+    int64 last_block;   // slots end in the table's block of this number, ...
+    int64 last_offset;  // ... at this offset
+    int64 pad;
+    // Only with REQUEST_ROWS, TOKEN_LIMITS or WORKSPACE.
     Column request_rows;
     int64 num_request_rows;
     Column token_limits;
     Column ws_request_ids;
     Column ws_starts;
     int64 num_ws_starts;
-    int32* counts;
-    int64 counts_stride;
-    int32* lengths;
-    int64 lengths_stride;
-    uint64 token_end;  // tokens from here on have no column in the table; at most TOKEN_CAP
-    uint64 local_end;  // the same for token numbers within a rank
-    int64 rank;
-    int64 block_stride_rows;
-    int64 last_block;   // slots end in this block of the table's numbers, ...
-    int64 last_offset;  // ... at this offset
+    uint64 local_end;  // token numbers within a rank from here on have no column in the table
     int64 rank_stride;
     int64 last_ws_row;
-    int64 pad;
 };
 
 // What a row of the result has to know. `end`: tokens from here on are invalid.
