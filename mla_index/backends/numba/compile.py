@@ -80,6 +80,21 @@ def remap_config(spec: RemapSpec, groups: int) -> kernels.RemapConfig:
 @cache
 def compiled(config: Config, capability: tuple[int, int]) -> Compiled:
     """The code of a kernel for a compute capability, compiled once a process."""
+    name, ptx = to_ptx(config, capability)
+    try:
+        code, log = link(ptx, capability)
+    except Exception as error:
+        code, log = ptx.encode() + b"\0", f"not linked: {error}"
+    return Compiled(name, code, log)
+
+
+def compiled_kernels() -> int:
+    """Kernels compiled so far in this process."""
+    return compiled.cache_info().currsize
+
+
+def to_ptx(config: Config, capability: tuple[int, int]) -> tuple[str, str]:
+    """The name of a kernel's entry point and its PTX."""
     # Numba's warnings are about the speed of launches that it does not make here.
     with _lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,16 +112,7 @@ def compiled(config: Config, capability: tuple[int, int]) -> Compiled:
     entry = re.search(r"\.entry\s+(\w+)\(", ptx)
     if entry is None:
         raise RuntimeError("Numba's PTX has no kernel in it")
-    try:
-        code, log = _link(ptx.encode(), capability)
-    except Exception as error:
-        code, log = ptx.encode() + b"\0", f"not linked: {error}"
-    return Compiled(entry[1], code, log)
-
-
-def compiled_kernels() -> int:
-    """Kernels compiled so far in this process."""
-    return compiled.cache_info().currsize
+    return entry[1], ptx
 
 
 def _launch_bounds(config: Config) -> tuple[int, int]:
@@ -130,14 +136,15 @@ def _source(config: Config) -> tuple[Callable[..., None], tuple[str, ...], dict[
     )
 
 
-def _link(ptx: bytes, capability: tuple[int, int]) -> tuple[bytes, str]:
+def link(ptx: str, capability: tuple[int, int]) -> tuple[bytes, str]:
     """The cubin of a PTX text, and the log of making it."""
     from cuda.bindings import nvjitlink
 
+    text = ptx.encode()
     options = [f"-arch=sm_{capability[0]}{capability[1]}", "-verbose"]
     handle = nvjitlink.create(len(options), options)
     try:
-        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, ptx, len(ptx), "mla_index")
+        nvjitlink.add_data(handle, nvjitlink.InputType.PTX, text, len(text), "mla_index")
         nvjitlink.complete(handle)
         cubin = bytearray(nvjitlink.get_linked_cubin_size(handle))
         nvjitlink.get_linked_cubin(handle, cubin)

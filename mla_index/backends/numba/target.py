@@ -126,7 +126,7 @@ class SimulatedPointer:
     """A tensor's memory as the simulator's kernels see it: it refuses what lies outside the view.
 
     Args:
-        tensor: a view on the CPU; it must outlive the pointer.
+        tensor: a view on the CPU, kept alive.
         words: read int64 elements as pairs of int32.
     """
 
@@ -136,6 +136,7 @@ class SimulatedPointer:
         wide = tensor.dtype == torch.int64
         per_element = 2 if wide and words else 1
         element = ctypes.c_int64 if wide and not words else ctypes.c_int32
+        self._tensor = tensor
         self.address = tensor.data_ptr()
         self._element_bytes = ctypes.sizeof(element)
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,185 @@
+"""Numba's kernels compile for every card, without a GPU, by the code that a first call runs.
+
+Each pair of choices (of card, dtype, flag …) is compiled together at least once, from the text to
+machine code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+
+try:
+    from mla_index.backends.numba import compile as compiler
+    from mla_index.backends.numba import kernels
+    from mla_index.backends.numba.target import in_simulator
+except ImportError as error:
+    if os.environ.get("CI"):
+        raise
+    pytest.skip(f"numba-cuda is not installed: {error}", allow_module_level=True)
+
+from mla_index.specs import RemapSpec, SafeLengthsSpec
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0":
+    pytest.skip("NUMBA_ENABLE_CUDASIM is set: nothing is compiled", allow_module_level=True)
+
+INT32, INT64 = torch.int32, torch.int64
+CARDS = [(8, 0), (9, 0), (10, 0), (12, 0)]
+HOPPER = (9, 0)
+WANTS: dict[str, dict[str, bool]] = {
+    "slots": {},
+    "counts": {"counts": True},
+    "compact": {"compact": True},
+}
+FACTORS: dict[str, list[Any]] = {
+    "card": CARDS,
+    "wants": list(WANTS),
+    "groups": [1, 2, 4],
+    "token_dtype": [INT32, INT64],
+    "table_dtype": [INT32, INT64],
+    "slot_dtype": [INT32, INT64],
+    "block_size": [64, 1, 48],
+    "dcp": [(1, 1), (8, 1), (3, 5)],
+    "workspace": [False, True],
+}
+
+
+def covering(factors: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Rows that hold every pair of values of two factors at least once (greedily few)."""
+    pairs_of_names = list(itertools.combinations(factors, 2))
+    rng, rows = random.Random(0), []  # noqa: S311 (the same set in every run)
+    left = {(a, x, b, y) for a, b in pairs_of_names for x in factors[a] for y in factors[b]}
+
+    def pairs(row: dict[str, Any]) -> set[Any]:
+        return {(a, row[a], b, row[b]) for a, b in pairs_of_names}
+
+    while left:
+        a, x, b, y = min(left, key=str)
+        drawn = [{n: rng.choice(values) for n, values in factors.items()} for _ in range(40)]
+        best = max((row | {a: x, b: y} for row in drawn), key=lambda row: len(pairs(row) & left))
+        left -= pairs(best)
+        rows.append(best)
+    return rows
+
+
+ROWS = covering(FACTORS)
+
+
+def config_of(row: dict[str, Any]) -> kernels.RemapConfig:
+    size, interleave = row["dcp"]
+    names = ("token_dtype", "table_dtype", "slot_dtype", "block_size", "workspace")
+    spec = RemapSpec(
+        topk=2048,
+        dcp_size=size,
+        dcp_interleave=interleave,
+        **WANTS[row["wants"]],
+        **{name: row[name] for name in names},
+    )
+    return compiler.remap_config(spec, row["groups"])
+
+
+def plain(**changes: Any) -> kernels.RemapConfig:
+    return compiler.remap_config(RemapSpec(64, 2048), 2)._replace(**changes)
+
+
+def check_machine_code(code: compiler.Compiled) -> None:
+    """A cubin, whose registers hold everything and leave a full block room on the card."""
+    assert code.code.startswith(b"\x7fELF"), code.log
+    found = re.search(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", code.log
+    )
+    assert found is not None, code.log
+    assert found.groups() == ("0", "0", "0")
+    registers = re.search(r"Used (\d+) registers", code.log)
+    assert registers is not None, code.log
+    assert int(registers[1]) <= 65_536 // (32 * compiler.MAX_WARPS)
+
+
+def test_the_covering_set_covers_every_pair() -> None:
+    for a, b in itertools.combinations(FACTORS, 2):
+        assert {(row[a], row[b]) for row in ROWS} == set(itertools.product(FACTORS[a], FACTORS[b]))
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)))
+def test_remap_compiles(index: int) -> None:
+    row = ROWS[index]
+    check_machine_code(compiler.compiled(config_of(row), row["card"]))
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(
+    "spec", [SafeLengthsSpec(INT32, INT32), SafeLengthsSpec(INT64, INT32)], ids=["32-32", "64-32"]
+)
+def test_safe_lengths_compiles(card: tuple[int, int], spec: SafeLengthsSpec) -> None:
+    check_machine_code(compiler.compiled(spec, card))
+
+
+# --- what the code looks like on sm_90 ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_move_in_vectors_of_16_bytes(compact: bool) -> None:
+    config = plain(compact=compact, counts=compact)
+    _, ptx = compiler.to_ptx(config, HOPPER)
+    # A load for each group of a lane: in the path without edges, if the compiler makes two.
+    assert len(re.findall(r"ld\.global\.v4\.[bu]32", ptx)) >= config.groups
+    assert re.search(r"st\.global\.v4\.[bu]32", ptx)
+    assert ".local" not in ptx
+    assert ("ld.shared.v4" in ptx) is compact
+
+
+def test_a_lane_has_every_read_of_the_table_under_way_at_once() -> None:
+    """The loops over a lane's entries are unrolled: a read of the table for each of them.
+
+    Each is one multiplication of entry and stride, in 32 bits to 64.
+    """
+    for groups in (1, 2, 4):
+        _, ptx = compiler.to_ptx(plain(groups=groups), HOPPER)
+        assert len(re.findall(r"mul\.wide\.s32", ptx)) == 4 * groups
+
+
+def test_nothing_becomes_a_float() -> None:
+    """Numba makes a float of a signed and an unsigned 64-bit integer."""
+    config = config_of(
+        {
+            "wants": "compact", "token_dtype": INT64, "table_dtype": INT64, "slot_dtype": INT64,
+            "block_size": 48, "dcp": (3, 5), "workspace": True, "groups": 2,
+        }
+    )  # fmt: skip
+    _, ptx = compiler.to_ptx(config, HOPPER)
+    assert not re.search(r"\.f(32|64)\b", ptx)
+
+
+# --- what holds of the text ---------------------------------------------------------------------
+
+
+def test_the_parameters_are_those_of_the_text() -> None:
+    kernel = kernels.remap_kernel(plain(), in_simulator())
+    assert tuple(inspect.signature(kernel).parameters) == kernels.REMAP_PARAMETERS
+    kernel = kernels.safe_lengths_kernel(in_simulator(), "int32")
+    assert tuple(inspect.signature(kernel).parameters) == kernels.SAFE_LENGTHS_PARAMETERS
+
+
+def test_configurations_share_kernels() -> None:
+    """What only says which of a row's numbers are given multiplies no kernels."""
+    flags = ("req_id", "request_rows", "token_limits", "safe_lengths")
+    specs = [
+        RemapSpec(64, 2048, compact=True, **dict(zip(flags, given, strict=True)))
+        for given in itertools.product([False, True], repeat=len(flags))
+    ]
+    assert len({compiler.remap_config(spec, 2) for spec in specs}) == 1
+
+
+def test_compiling_leaves_the_warning_filters_alone() -> None:
+    import warnings
+
+    before = list(warnings.filters)
+    compiler.to_ptx(SafeLengthsSpec(), HOPPER)
+    assert list(warnings.filters) == before
