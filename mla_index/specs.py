@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 """The dtypes that every index tensor may have, each on its own."""
@@ -78,6 +82,44 @@ class Dcp:
                 f"Dcp.size * Dcp.interleave must be at most {INT32_MAX}, "
                 f"got {self.size} * {self.interleave} = {self.size * self.interleave}"
             )
+
+    @classmethod
+    def from_group(cls, group: ProcessGroup | None = None, interleave: int = 1) -> Dcp:
+        """This process in a process group whose ranks share the cache.
+
+        Communicates nothing; make it once, and keep it.
+
+        Args:
+            group: a group that this process is in; `None` for the default group, of all processes.
+            interleave: adjacent tokens that stay on one rank.
+
+        Raises:
+            RuntimeError: `None`, and torch.distributed is not initialised; or torch has none.
+            ValueError: this process is not in the group; or as `Dcp`.
+            TypeError: no process group.
+        """
+        from mla_index import distributed
+
+        return cls(*distributed.of_group(group), interleave)
+
+    @classmethod
+    def from_mesh(
+        cls, mesh: DeviceMesh, mesh_dim: str | int | None = None, interleave: int = 1
+    ) -> Dcp:
+        """This process along the dimension of a device mesh over which the cache is shared.
+
+        Args:
+            mesh: a `torch.distributed.device_mesh.DeviceMesh` that holds this process.
+            mesh_dim: name or number of the dimension; `None` for the only one.
+            interleave: adjacent tokens that stay on one rank.
+
+        Raises:
+            ValueError: no such dimension, a mesh without this process; or as `Dcp`.
+            TypeError: no mesh, or a dimension that is neither a name nor a number.
+        """
+        from mla_index import distributed
+
+        return cls(*distributed.of_mesh(mesh, mesh_dim), interleave)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
