@@ -19,6 +19,7 @@ import torch
 try:
     from mla_index.backends.numba import compile as compiler
     from mla_index.backends.numba import kernels
+    from mla_index.backends.numba.arguments import Shape
     from mla_index.backends.numba.target import in_simulator
 except ImportError as error:
     if os.environ.get("CI"):
@@ -132,6 +133,8 @@ def test_rows_move_in_vectors_of_16_bytes(compact: bool) -> None:
     assert len(re.findall(r"ld\.global\.v4\.[bu]32", ptx)) >= config.groups
     assert re.search(r"st\.global\.v4\.[bu]32", ptx)
     assert ".local" not in ptx
+    # `out` may be the tokens themselves, which rules out loads that expect no writes.
+    assert ".nc" not in ptx
     assert ("ld.shared.v4" in ptx) is compact
 
 
@@ -165,6 +168,20 @@ def test_the_parameters_are_those_of_the_text() -> None:
     assert tuple(inspect.signature(kernel).parameters) == kernels.REMAP_PARAMETERS
     kernel = kernels.safe_lengths_kernel(in_simulator(), "int32")
     assert tuple(inspect.signature(kernel).parameters) == kernels.SAFE_LENGTHS_PARAMETERS
+
+
+def test_every_launch_fits_a_block() -> None:
+    """Threads and shared memory of every kernel at every width, and tiles that hold the row."""
+    for slot, groups, compact in itertools.product(("int32", "int64"), (1, 2, 4), (False, True)):
+        config = plain(slot=slot, groups=groups, compact=compact, counts=compact)
+        shape = Shape(config, 32, compiler.MAX_WARPS)
+        for topk in (1, 7, 512, 2048, 2051, 4224, 8192, 16384, 2**20 + 1):
+            blocks, threads, shared = shape(topk)
+            tile = threads * 4 * groups
+            assert 32 <= threads <= 32 * compiler.MAX_WARPS
+            assert shared <= 48 * 1024
+            assert not compact or shared >= (tile + 32 + 3) * (8 if slot == "int64" else 4)
+            assert blocks == (1 if compact else -(-topk // tile))
 
 
 def test_configurations_share_kernels() -> None:

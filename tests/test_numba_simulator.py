@@ -76,6 +76,64 @@ SWEEP = """
     print(json.dumps({"wrong": wrong, "seen": sorted(seen)}))
 """
 
+WARPS = """
+    import itertools, json, threading
+    import torch
+    import mla_index
+    from mla_index.backends.numba import simulate, target
+
+    def wrapped(number):
+        return (number + 2**31) % 2**32 - 2**31
+
+    class Warps:
+        # The lanes of a warp hand a number to each other between two meetings.
+        def __init__(self):
+            self.meetings = [threading.Barrier(32) for _ in range(simulate.WARPS)]
+            self.lanes = [[0] * 32 for _ in range(simulate.WARPS)]
+
+        def all_of(self, value):
+            warp, lane = divmod(threading.current_thread().threadIdx.x, 32)
+            self.lanes[warp][lane] = value
+            self.meetings[warp].wait()
+            values = list(self.lanes[warp])
+            self.meetings[warp].wait()
+            return values
+
+        def scan(self, value, lane):
+            return wrapped(sum(self.all_of(value)[: lane + 1]))
+
+        def last(self, value):
+            return self.all_of(value)[-1]
+
+        def over(self, shared, warp, warps, lane):
+            own = int(shared[lane]) if lane < warps else 0
+            upto = self.scan(own, lane)
+            return self.all_of(upto - own)[warp], self.last(upto)
+
+    simulate.WARPS = 3
+    lanes, one_lane = Warps(), target.in_simulator()
+    simulate.in_simulator = lambda: one_lane._replace(
+        lanes=32, warp_scan=lanes.scan, warp_last=lanes.last, over_warps=lanes.over
+    )
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(0, 50, (3, 40), generator=generator, dtype=torch.int32)
+    request = torch.tensor([0, 2, 1])
+    wrong, tiles = [], set()
+    for groups, width in itertools.product((1, 2, 4), (130, 389, 1600)):
+        simulate.GROUPS = {1: groups}
+        tokens = torch.randint(-300, 2560, (3, width), generator=generator, dtype=torch.int32)
+        tokens[0] = tokens[0].abs()  # every lane full: the largest sums that a byte holds
+        call = dict(block_size=60 + groups, counts=True, compact=width != 389)
+        theirs, ours = (
+            mla_index.remap(request, table, tokens, backend=name, **call)
+            for name in ("torch", "numba")
+        )
+        tiles.add((groups, -(-width // (3 * 32 * 4 * groups))))
+        if not (torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])):
+            wrong.append([groups, width])
+    print(json.dumps({"wrong": wrong, "tiles": sorted(tiles)}))
+"""
+
 OUTSIDE = """
     import pytest
     import torch
@@ -134,6 +192,20 @@ def test_every_cut_was_taken(sweep: dict[str, list[Any]]) -> None:
         for several in (False, True)
     }
     assert {tuple(cut) for cut in sweep["seen"]} == wanted
+
+
+def test_warps_of_32_lanes_give_the_bits_of_torch() -> None:
+    """The text as the card runs it, lanes exchanging numbers by a stand-in for the shuffles."""
+    found = json.loads(simulated(WARPS))
+    assert found["wrong"] == []
+    assert {tuple(pair) for pair in found["tiles"]} >= {
+        (1, 1),
+        (1, 5),
+        (2, 1),
+        (2, 3),
+        (4, 1),
+        (4, 2),
+    }
 
 
 def test_the_simulator_refuses_what_lies_outside_a_view() -> None:

@@ -13,6 +13,9 @@ from mla_index.specs import DTYPE_MAX, RemapSpec
 
 MAX_GRID_Y = 65_535
 
+MAX_SHARED_BYTES = 48 * 1024
+"""What a block may have of shared memory without asking the driver for more."""
+
 Make = Callable[[Tensor], Any]
 """Makes a kernel's pointer of a tensor."""
 
@@ -111,16 +114,19 @@ class Shape:
 
     def __init__(self, config: RemapConfig, lanes: int, max_warps: int) -> None:
         self.lanes = lanes
-        self.max_warps = max_warps
-        self.min_warps = GROUP // lanes  # threads that carry a begun group to the next tile
         self.span = lanes * GROUP * config.groups
         slot_bytes = 8 if config.slot == "int64" else 4
         # A row that is counted is walked by one block; otherwise several share it.
         self.whole_rows = config.counts
         self.shared_bytes = TOTALS * slot_bytes if self.whole_rows else 0
-        self.warp_bytes = self.span * slot_bytes if config.compact else 0
+        self.warp_bytes = 0
+        self.max_warps = max_warps
+        self.min_warps = GROUP // lanes  # threads that carry a begun group to the next tile
         if config.compact:
             self.shared_bytes += MARGIN * slot_bytes
+            self.warp_bytes = self.span * slot_bytes
+            most = (MAX_SHARED_BYTES - self.shared_bytes) // self.warp_bytes
+            self.max_warps = min(max_warps, most)
 
     def __call__(self, topk: int) -> tuple[int, int, int]:
         """Blocks along a row, threads of a block, and its bytes of shared memory."""
