@@ -24,7 +24,8 @@ def of_group(group: dist.ProcessGroup | None) -> Place:
     """This process in a group; None is the default group of all processes."""
     if not dist.is_available():
         raise RuntimeError("this torch is built without torch.distributed")
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER  # what `new_group` gives to the others
+    if group is outside:
         raise ValueError("group must be one that this process is in, got NON_GROUP_MEMBER")
     if group is None:
         if not dist.is_initialized():

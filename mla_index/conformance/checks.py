@@ -7,7 +7,8 @@ beside an output, or into an input, is seen as well as a wrong result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -336,9 +337,23 @@ def call(
     if "out" not in given and spec.slot_dtype != spec.token_dtype:
         keywords["out_dtype"] = spec.slot_dtype
     arguments = [views.get("req_id"), views["block_table"], views["token_indices"]]
-    if run.op == "dcp_filter":
-        return mla_index.dcp_filter(*arguments, dcp, **keywords)  # type: ignore
-    return mla_index.remap(*arguments, dcp=dcp, **keywords)  # type: ignore
+    with current_device_unchanged(views["token_indices"].device):
+        if run.op == "dcp_filter":
+            return mla_index.dcp_filter(*arguments, dcp, **keywords)  # type: ignore
+        return mla_index.remap(*arguments, dcp=dcp, **keywords)  # type: ignore
+
+
+@contextmanager
+def current_device_unchanged(device: torch.device) -> Iterator[None]:
+    """Fail if the block leaves another device current, of the type of `device`, than it found."""
+    if device.type == "cpu":
+        yield
+        return
+    current = torch.get_device_module(device).current_device
+    before = current()
+    yield
+    if current() != before:
+        raise Failure(f"the current device was {before} before the call, and is {current()} now")
 
 
 # --- safe_lengths -------------------------------------------------------------------------------
@@ -364,7 +379,8 @@ def check_safe_lengths(
     rows = torch.tensor(answer[0], dtype=slot_dtype).reshape(shape)
     expected = torch.tensor(answer[1], dtype=count_dtype)
     out = lengths.view if run.outputs == "given" else None
-    with selector.record_launches() as launches:
+    unchanged = current_device_unchanged(target.device)
+    with selector.record_launches() as launches, unchanged:
         result = mla_index.safe_lengths(placed.view, counted.view, out=out, backend=target.backend)
     launch = selector.Launch(target.backend, "safe_lengths", spec)
     expect_launches(launches, [launch] if slots else [])

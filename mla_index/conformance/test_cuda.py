@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,50 +13,44 @@ from torch import Tensor
 
 import mla_index
 from mla_index.conformance import oracle
-from mla_index.conformance.checks import CANARY, Run, Scene, differences, prepare
-from mla_index.conformance.generate import random_problem
+from mla_index.conformance.checks import CANARY, Scene, differences, prepare
 from mla_index.conformance.layouts import Placed
-from mla_index.conformance.modes import I32, MODES
-from mla_index.conformance.oracle import Problem
-from mla_index.conformance.target import Failure, NotTaken, Target
+from mla_index.conformance.modes import I32
+from mla_index.conformance.scenes import CONFIGURATIONS
+from mla_index.conformance.scenes import problem as problem_of
+from mla_index.conformance.scenes import scene as scene_of
+from mla_index.conformance.target import Failure, Target
 from mla_index.specs import RemapSpec, SafeLengthsSpec
-
-CONFIGURATIONS: dict[str, tuple[Run, tuple[str, ...], tuple[int, int, int] | None]] = {
-    **{mode: (run, (), None) for mode, run in MODES.items()},
-    "filter": (Run(op="dcp_filter", compact=True, counts=True), (), (4, 2, 16)),
-    "everything": (
-        Run(compact=True, safe=True),
-        ("request_rows", "token_limits", "workspace"),
-        (4, 1, 16),
-    ),
-}
 
 LONG = 200_000_000
 """Cycles that the producer sleeps, about a tenth of a second."""
 
 
-def _sleep() -> None:
-    """Keep the current stream busy."""
-    torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
+def _sleep(device: torch.device) -> None:
+    """Keep the device's current stream busy."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """Capture on the device; inside, the device that was current before is current as well."""
+    current = torch.cuda.current_device()
+    torch.cuda.synchronize(device)
+    torch.cuda.synchronize(current)  # also makes its context, which a capture would not survive
+    # By itself a capture is on the current device, and makes the device of its stream current.
+    with torch.cuda.graph(graph, stream=_stream(device)), torch.cuda.device(current):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _on_cuda(target: Target) -> None:
     if target.device.type != "cuda":
         pytest.skip(f"needs a CUDA device, runs on {target.device}")
-
-
-def _problem(seed: int, name: str, rows: int = 64, topk: int = 512) -> Problem:
-    _, features, dcp = CONFIGURATIONS[name]
-    return random_problem(seed, rows, topk, features=features, dcp=dcp, width=9)
-
-
-def _scene(target: Target, name: str, seed: int = 290) -> Scene:
-    return prepare(_problem(seed, name), CONFIGURATIONS[name][0], target)
 
 
 def _fill(scene: Scene, other: Scene) -> None:
@@ -68,20 +63,20 @@ def _fill(scene: Scene, other: Scene) -> None:
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_capture_after_warmup(target: Target, name: str) -> None:
     """A graph captured right after `warmup` is right, and again with other inputs."""
-    scene, same = _scene(target, name), _scene(target, name)
-    full = _problem(291, name)
+    scene, same = scene_of(target, name), scene_of(target, name)
+    full = problem_of(291, name)
     # another occupancy: most rows are empty now
     sparse = [row if t % 7 == 0 else [-1] * len(row) for t, row in enumerate(full.tokens)]
     other = prepare(replace(full, tokens=sparse), scene.run, target)
     mla_index.warmup(scene.run.op, scene.spec, device=target.device, backend=target.backend)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _captured(graph, target.device):
         scene.call(target.backend)
     for inputs in (same, other, same):
         _fill(scene, inputs)
         scene.poison()
         graph.replay()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(target.device)
         replace(scene, expected=inputs.expected).verify()
 
 
@@ -95,7 +90,7 @@ def test_capture_safe_lengths(target: Target) -> None:
     device = target.device
     on_device = slots.to(device), counts.to(device), torch.empty(70, dtype=I32, device=device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with _captured(graph, device):
         mla_index.safe_lengths(*on_device[:2], out=on_device[2], backend=target.backend)
     for numbers in (counts, counts.flip(0) - 30):
         on_device[0].copy_(slots)
@@ -130,36 +125,36 @@ def test_first_use_in_a_capture_says_warmup(target: Target, op: str) -> None:
             mla_index.safe_lengths(out, req_id, backend=target.backend)
 
     graph, message = torch.cuda.CUDAGraph(), ""
-    with torch.cuda.graph(graph):
+    with _captured(graph, device):
         number += 1
         try:
             call()
         except mla_index.NotWarm as error:
             message = str(error)
     graph.replay()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     if "warmup" not in message:
         raise Failure(f"must raise NotWarm naming warmup, got {message or 'no error'}")
     if float(number) != 1 or not bool((out == CANARY[I32]).all()):
         raise Failure("the capture was broken, or something was written")
     call()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
 
 
 @pytest.mark.mla_op("remap")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_side_stream_behind_a_long_producer(target: Target, name: str) -> None:
     """The launch waits for what the current stream is still writing; the default one is idle."""
-    scene, early = _scene(target, name), _scene(target, name)
+    scene, early = scene_of(target, name), scene_of(target, name)
     scene.call(target.backend)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(target.device)
     for placed in scene.tensors.values():
         placed.view.zero_()
     scene.poison()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(target.device)
     side = _stream(target.device)
     with torch.cuda.stream(side):
-        _sleep()
+        _sleep(target.device)
         _fill(scene, early)
         scene.call(target.backend)
     side.synchronize()
@@ -174,10 +169,10 @@ def test_safe_lengths_on_a_side_stream(target: Target) -> None:
     counts = torch.full((70,), 3, dtype=I32, device=device)
     out = torch.empty(70, dtype=I32, device=device)
     mla_index.safe_lengths(slots, counts, out=out, backend=target.backend)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     side = _stream(device)
     with torch.cuda.stream(side):
-        _sleep()
+        _sleep(device)
         counts.zero_()
         mla_index.safe_lengths(slots, counts, out=out, backend=target.backend)
     side.synchronize()
@@ -198,15 +193,16 @@ def _no_sync() -> Iterator[None]:
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_no_host_synchronisation(target: Target, name: str, outputs: str) -> None:
     """Nothing in a call waits for the device."""
-    scene = prepare(_problem(292, name), replace(CONFIGURATIONS[name][0], outputs=outputs), target)
+    run = replace(CONFIGURATIONS[name][0], outputs=outputs)
+    scene = prepare(problem_of(292, name), run, target)
     scene.call(target.backend)
-    torch.cuda.synchronize()
-    _sleep()
+    torch.cuda.synchronize(target.device)
+    _sleep(target.device)
     torch.cuda.set_sync_debug_mode("error")
     scene.call(target.backend)
-    busy = not torch.cuda.current_stream().query()
+    busy = not torch.cuda.current_stream(target.device).query()
     torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(target.device)
     if not busy:
         raise Failure("the call returned only when the device had finished")
 
@@ -215,18 +211,19 @@ def test_no_host_synchronisation(target: Target, name: str, outputs: str) -> Non
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_memory(target: Target, name: str) -> None:
     """With outputs given nothing is allocated; torch takes at most six times the output."""
-    times = 128
-    scene = _enlarged(prepare(_problem(293, name, 8, 2048), CONFIGURATIONS[name][0], target), times)
+    device = target.device
+    scene = _enlarged(prepare(problem_of(293, name, 8, 2048), CONFIGURATIONS[name][0], target), 128)
     scene.call(target.backend)
     scene.poison()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
-    base = torch.cuda.memory_allocated()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocations = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+    base = torch.cuda.memory_allocated(device)
     scene.call(target.backend)
-    torch.cuda.synchronize()
-    made = torch.cuda.memory_stats()["allocation.all.allocated"] - allocations
-    peak, size = torch.cuda.max_memory_allocated() - base, scene.outputs["out"].view.nbytes
+    torch.cuda.synchronize(device)
+    made = torch.cuda.memory_stats(device)["allocation.all.allocated"] - allocations
+    peak = torch.cuda.max_memory_allocated(device) - base
+    size = scene.outputs["out"].view.nbytes
     if target.backend == "torch":
         if peak > 6 * size:
             raise Failure(f"temporaries of {peak / size:.1f} times the output, at most 6 are taken")
@@ -252,47 +249,30 @@ def _enlarged(scene: Scene, times: int) -> Scene:
 
 
 @pytest.mark.mla_op("remap")
-def test_the_other_device(target: Target) -> None:
-    """Tensors on a device that is not current: right there, and the current one stays."""
-    if torch.cuda.device_count() < 2:
-        raise NotTaken(f"needs two CUDA devices, there is {torch.cuda.device_count()}")
-    index = 1 - (target.device.index or 0)
-    other = replace(target, device=torch.device("cuda", index))
-    with torch.cuda.device(1 - index):
-        for name in CONFIGURATIONS:
-            scene = _scene(other, name)
-            scene.call(target.backend)
-            if torch.cuda.current_device() != 1 - index:
-                raise Failure(f"the current device became {torch.cuda.current_device()}")
-            torch.cuda.synchronize(other.device)
-            scene.verify()
-
-
-@pytest.mark.mla_op("remap")
 def test_ten_thousand_launches(target: Target) -> None:
     """Configurations and streams in turn: no drift in results, no growth in memory."""
-    scenes = [_scene(target, name) for name in CONFIGURATIONS]
+    scenes = [scene_of(target, name) for name in CONFIGURATIONS]
     streams = [_stream(target.device) for _ in range(2)]
 
     def round_of(count: int) -> None:
         for i in range(count):
             with torch.cuda.stream(streams[i % 2]):
                 scenes[i % len(scenes)].call(target.backend)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(target.device)
         for scene in scenes:
             scene.verify()
 
     for scene in scenes:
         scene.call(target.backend)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(target.device)
     round_of(1_000)
-    device, host = torch.cuda.memory_allocated(), _resident()
+    device, host = torch.cuda.memory_allocated(target.device), _resident()
     for _ in range(9):
         for scene in scenes:
             scene.poison()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(target.device)
         round_of(1_000)
-    grown = torch.cuda.memory_allocated() - device, _resident() - host
+    grown = torch.cuda.memory_allocated(target.device) - device, _resident() - host
     if grown[0] > 0 or grown[1] > 64 * 2**20:
         raise Failure(f"memory grew by {grown[0]} bytes on the device and {grown[1]} on the host")
 

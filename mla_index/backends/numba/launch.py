@@ -135,6 +135,8 @@ def _starter(config: compiler.Config, device: torch.device) -> Start:
     enqueue, use_context = _driver_calls()
     current_stream = torch._C._cuda_getCurrentRawStream
     current_device, exchange = torch._C._cuda_getDevice, torch._C._cuda_exchangeDevice
+    # Going back by `exchange` would make a context on a device that has none yet.
+    back_to = torch._C._cuda_maybeExchangeDevice
 
     def start(
         blocks: int, along: int, threads: int, shared: int, parameters: Sequence[Any]
@@ -152,7 +154,7 @@ def _starter(config: compiler.Config, device: torch.device) -> Start:
         else:
             previous = exchange(index)
             status = enqueue(configuration, function, addresses, None)
-            exchange(previous)
+            back_to(previous)
         if status:
             raise RuntimeError(f"CUDA refused the launch: {_error_name(status)}")
 
