@@ -1,12 +1,17 @@
 // Runs a kernel of the cupy backend on the CPU: every CUDA thread is a fibre of one OS thread, and
-// a barrier or a warp's vote lets the next fibre run until all have come. Compiled by
-// test_cupy_emulated.py with the kernel's file as KERNEL and its name as FUNCTION.
+// waits at a barrier or a warp's vote until all have come. Compiled by test_cupy_emulated.py with
+// the kernel's file as KERNEL and its name as FUNCTION.
+//
+// Warps take turns. Without a seed each goes one step at a time, in order; with one, a warp drawn
+// by lot runs as far as it can while the others stand still, its lanes last to first: what a
+// missing barrier leaves to chance comes out differently.
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <ucontext.h>
 #include <vector>
 
@@ -20,20 +25,16 @@ Dim threadIdx, blockIdx, blockDim, gridDim;
 // --- fibres and meetings --------------------------------------------------------------------
 
 constexpr size_t STACK = 64 * 1024;
+struct Meeting;
 struct Fibre {
     ucontext_t context;
     std::unique_ptr<char[]> stack{new char[STACK]};
     bool done;
+    const Meeting* waits_for;
+    unsigned round;
 };
 std::vector<std::unique_ptr<Fibre>> fibres;
 ucontext_t scheduler;
-bool progress;
-
-void yield_to_scheduler() {
-    const unsigned me = threadIdx.x;
-    swapcontext(&fibres[me]->context, &scheduler);
-    threadIdx.x = me;
-}
 
 [[noreturn]] void fail(const char* what) {
     std::fprintf(stderr, "emulated kernel: %s\n", what);
@@ -49,14 +50,16 @@ struct Meeting {
         kind = a_kind;
         ballot |= (value & 1) << lane;
         sum += value;
-        progress = true;
         const unsigned mine = round;
         if (++arrived == size) {
             old_ballot = ballot, old_sum = sum;
             arrived = ballot = sum = 0;
             ++round;
         }
-        while (round == mine) yield_to_scheduler();
+        if (round != mine) return;
+        Fibre& me = *fibres[threadIdx.x];
+        me.waits_for = this, me.round = mine;
+        swapcontext(&me.context, &scheduler);
     }
 };
 Meeting block_meeting;
@@ -126,36 +129,59 @@ static void run_fibre() {
     const unsigned me = threadIdx.x;
     FUNCTION(*parameters);
     fibres[me]->done = true;
-    progress = true;
     swapcontext(&fibres[me]->context, &scheduler);
 }
 
-static void run_block(bool backwards, size_t shared) {
+static bool can_run(const Fibre& fibre) {
+    return !fibre.done && !(fibre.waits_for && fibre.waits_for->round == fibre.round);
+}
+
+// Let each lane of a warp that can run go on to where it has to wait; whether one could.
+static bool step(unsigned first, unsigned threads, bool backwards) {
+    bool ran = false;
+    for (unsigned i = 0; i < 32; ++i) {
+        const unsigned thread = first + (backwards ? 31 - i : i);
+        if (thread >= threads || !can_run(*fibres[thread])) continue;
+        threadIdx.x = thread;
+        ran = true;
+        swapcontext(&scheduler, &fibres[thread]->context);
+    }
+    return ran;
+}
+
+static void run_block(unsigned seed, size_t shared) {
     const unsigned threads = blockDim.x;
+    const unsigned warps = (threads + 31) / 32;
     while (fibres.size() < threads) fibres.emplace_back(new Fibre);
-    warp_meetings.assign((threads + 31) / 32, Meeting{});
+    warp_meetings.assign(warps, Meeting{});
     block_meeting = Meeting{};
     std::memset(shared_memory, 0x5a, SHARED);
     for (unsigned i = 0; i < threads; ++i) {
         Fibre& fibre = *fibres[i];
         fibre.done = false;
+        fibre.waits_for = nullptr;
         getcontext(&fibre.context);
         fibre.context.uc_stack.ss_sp = fibre.stack.get();
         fibre.context.uc_stack.ss_size = STACK;
         fibre.context.uc_link = nullptr;
         makecontext(&fibre.context, run_fibre, 0);
     }
-    for (unsigned running = threads; running;) {
-        progress = false;
-        running = 0;
-        for (unsigned i = 0; i < threads; ++i) {
-            threadIdx.x = backwards ? threads - 1 - i : i;
-            Fibre& fibre = *fibres[threadIdx.x];
-            if (fibre.done) continue;
-            ++running;
-            swapcontext(&scheduler, &fibre.context);
+    std::minstd_rand lot(seed + blockIdx.x);
+    for (bool ran = true; ran;) {
+        ran = false;
+        const unsigned start = seed ? lot() % warps : 0;
+        for (unsigned i = 0; i < warps; ++i) {
+            const unsigned first = (start + i) % warps * 32;
+            bool stepped = step(first, threads, seed != 0);
+            ran |= stepped;
+            if (!seed || !stepped) continue;
+            while (step(first, threads, true)) {
+            }
+            break;  // to draw another warp
         }
-        if (running && !progress) fail("threads wait for each other for ever");
+    }
+    for (unsigned i = 0; i < threads; ++i) {
+        if (!fibres[i]->done) fail("threads wait for each other for ever");
     }
     const char* bytes = reinterpret_cast<const char*>(shared_memory);
     for (size_t i = shared; i < SHARED; ++i) {
@@ -165,7 +191,7 @@ static void run_block(bool backwards, size_t shared) {
 
 extern "C" void emulate(
     const void* packed, unsigned grid_x, unsigned grid_y, unsigned block_x, unsigned shared,
-    int backwards) {
+    unsigned seed) {
     static Params copy;
     std::memcpy(static_cast<void*>(&copy), packed, sizeof copy);
     parameters = &copy;
@@ -174,7 +200,7 @@ extern "C" void emulate(
     for (unsigned y = 0; y < grid_y; ++y) {
         for (unsigned x = 0; x < grid_x; ++x) {
             blockIdx = {x, y};
-            run_block(backwards, shared);
+            run_block(seed, shared);
         }
     }
 }

@@ -220,12 +220,12 @@ __device__ __forceinline__ uint32 workspace_slots(
         const utoken_t token = static_cast<utoken_t>(tokens[i]);
         utoken_t owner, local;
         share(token, owner, local);
-        // Once the start is known to leave room for the owner's part, the sum can wrap only to a
-        // number beyond every bound.
-        const int64 before = static_cast<int64>(owner) * p.rank_stride;
-        const uint64 slot = static_cast<uint64>(before) + static_cast<uint64>(row.ws_start) + local;
+        // The owner's part and the local number together stay below 2**63, because the caller has
+        // size * rank_stride and the token below it. So the sum with the start, which may be
+        // anything, wraps only where it is negative, and then to a number beyond every bound.
+        const uint64 slot = static_cast<uint64>(owner) * static_cast<uint64>(p.rank_stride) +
+                            static_cast<uint64>(row.ws_start) + local;
         const bool valid = token < row.end && local < p.local_end &&
-                           row.ws_start <= p.last_ws_row - before &&
                            slot < static_cast<uint64>(p.last_ws_row) + 1;
         slots[i] = static_cast<slot_t>(slot);
         found |= (valid ? 1u : 0u) << i;
