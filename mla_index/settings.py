@@ -10,6 +10,7 @@ from dataclasses import dataclass
 KNOWN = {
     "MLA_INDEX_BACKEND": "backend to use, or an ordered list separated by commas",
     "MLA_INDEX_BLOCK": "backends that `auto` must not choose, separated by commas",
+    "MLA_INDEX_VLLM": "1: an installed vLLM uses these operations (its plugin mla_index); 0: not",
 }
 
 
@@ -32,6 +33,18 @@ def read() -> Settings:
                 stacklevel=2,
             )
     return Settings(_names("MLA_INDEX_BACKEND"), _names("MLA_INDEX_BLOCK"))
+
+
+def vllm() -> bool:
+    """Whether `MLA_INDEX_VLLM` asks for the plugin.
+
+    Raises:
+        ValueError: it is set to something else than 0 or 1.
+    """
+    value = os.environ.get("MLA_INDEX_VLLM", "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(f"MLA_INDEX_VLLM must be 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def _names(variable: str) -> tuple[str, ...]:
