@@ -1,6 +1,6 @@
 """The kernels: one family for remap and dcp_filter, one for safe_lengths.
 
-A row of the grid is a query row. A warp takes a run of adjacent columns, a lane of it one or two
+A row of the grid is a query row. A warp takes a run of adjacent columns, a lane of it one to four
 groups of four, laid so that the groups begin where 16 bytes do: the first and last group of a row
 may hang over its ends. Compaction sums valid entries over lanes, warps and tiles in order, gathers
 the slots in shared memory and writes them from there, again in aligned groups. No atomics: the
@@ -344,6 +344,71 @@ def _flusher(target: Target) -> Callable[..., None]:
     return target.function(flush)
 
 
+def _tile_compactor(config: RemapConfig, target: Target) -> Callable[..., int]:
+    """Append a tile's valid slots to the row; after the last tile, fill it up.
+
+    Takes how many the row had before, returns how many it has. Groups that are begun stay in shared
+    memory for the next tile, so that the row is written in whole ones.
+    """
+    int32, unsigned = target.cast("int32"), target.cast("uint32")
+    slot_type = target.cast(config.slot)
+    groups, sign = config.groups, 63 if config.slot == "int64" else 31
+    warp_scan, warp_last, over_warps = target.warp_scan, target.warp_last, target.over_warps
+    sum_bytes, flush = _byte_summer(target), _flusher(target)
+
+    def compact_tile(
+        shared: Any, slot: Any, out: Pointer, base: int, shift: int, columns: int, done: int,
+        last_tile: bool, dummy: bool, thread: int, threads: int, lane: int, warp: int, warps: int,
+        pad: int,
+    ) -> int:  # fmt: skip
+        # A byte a group, so that one scan sums them all: no more than 128 a group and warp.
+        held = int32(0)
+        for g in range(groups):
+            valid = int32(GROUP)
+            for i in range(GROUP):
+                valid = int32(valid + int32(slot[GROUP * g + i] >> sign))
+            held = int32(held | (valid << (8 * g)))
+        upto = warp_scan(held, lane)
+        total = warp_last(upto)
+        ahead = int32(upto - held)
+        if lane == 0:
+            shared[unsigned(warp)] = slot_type(sum_bytes(total))
+        cuda.syncthreads()
+        first = int32((done + shift) & ~3)  # the row is written up to here
+        before, found = over_warps(shared, warp, warps, lane)
+        place = int32(done + before + TOTALS + shift - first)
+        done = int32(done + found)
+        for g in range(groups):
+            to = int32(place + ((ahead >> (8 * g)) & 255))
+            for i in range(GROUP):
+                if slot[GROUP * g + i] >= 0:
+                    shared[unsigned(to)] = slot[GROUP * g + i]
+                    to = int32(to + 1)
+            place = int32(place + ((total >> (8 * g)) & 255))
+        filled = done
+        if dummy and last_tile and done == 0:
+            filled = int32(1)
+            if thread == 0:
+                shared[unsigned(TOTALS + shift)] = slot_type(0)
+        cuda.syncthreads()
+        full = int32((done + shift) & ~3)
+        flush(
+            shared, out, base, int32(first - shift), columns if last_tile else int32(full - shift),
+            filled, columns, thread, threads, pad,
+        )  # fmt: skip
+        if not last_tile:
+            left = int32(done + shift - full)
+            carried = pad
+            if thread < left:
+                carried = shared[unsigned(TOTALS + full - first + thread)]
+            cuda.syncthreads()
+            if thread < left:
+                shared[unsigned(TOTALS + thread)] = carried
+        return done
+
+    return target.function(compact_tile)
+
+
 def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
     """One block a row; without counts, several where the row is wide (y of the grid)."""
     int32, int64 = target.cast("int32"), target.cast("int64")
@@ -352,13 +417,13 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
     token_dtype, slot_dtype = target.dtype(config.token), target.dtype(config.slot)
     lanes, groups = target.lanes, config.groups
     apart, span = lanes * GROUP, lanes * GROUP * config.groups
-    entries, sign = GROUP * config.groups, 63 if config.slot == "int64" else 31
+    entries = GROUP * config.groups
     compact, counting, has_workspace = config.compact, config.counts, config.workspace
     address, warp_scan, warp_last = target.address, target.warp_scan, target.warp_last
     over_warps = target.over_warps
     token_bits, slot_bits = (3 if name == "int64" else 2 for name in (config.token, config.slot))
-    load, store, flush = _group_loader(config, target), _group_storer(target), _flusher(target)
-    read_row, sum_bytes = _row_reader(config, target), _byte_summer(target)
+    load, store = _group_loader(config, target), _group_storer(target)
+    read_row, compact_tile = _row_reader(config, target), _tile_compactor(config, target)
     paged, gathered = _paged(config, target), _gathered(config, target)
 
     def remap(
@@ -401,9 +466,11 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
             # (Those are read again for each tile, which costs less than a wait before the first.)
             column = int32(at + warp * span + lane * GROUP - shift)
             for g in range(groups):
-                token[4 * g], token[4 * g + 1], token[4 * g + 2], token[4 * g + 3] = load(
+                a, b, c, d = load(
                     tokens, token_base, token_step, int32(column + g * apart), columns
                 )
+                token[GROUP * g], token[GROUP * g + 1] = a, b
+                token[GROUP * g + 2], token[GROUP * g + 3] = c, d
             width, base, last, start, in_workspace = read_row(
                 row, topk, table_row, table_rows, last_local, last_slot,
                 requests, request_step, request_wide,
@@ -434,51 +501,10 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
                         stride, highest, last_block, last_offset, absent,
                     )  # fmt: skip
             if compact:
-                # A byte a group, so that one scan sums them all: no more than 128 a group and warp.
-                held = int32(0)
-                for g in range(groups):
-                    valid = int32(GROUP)
-                    for i in range(GROUP):
-                        valid = int32(valid + int32(slot[GROUP * g + i] >> sign))
-                    held = int32(held | (valid << (8 * g)))
-                upto = warp_scan(held, lane)
-                total = warp_last(upto)
-                ahead = int32(upto - held)
-                if lane == 0:
-                    shared[unsigned(warp)] = slot_type(sum_bytes(total))
-                cuda.syncthreads()
-                first = int32((done + out_shift) & ~3)  # the row is written up to here
-                before, found = over_warps(shared, warp, warps, lane)
-                place = int32(done + before + TOTALS + out_shift - first)
-                done = int32(done + found)
-                for g in range(groups):
-                    to = int32(place + ((ahead >> (8 * g)) & 255))
-                    for i in range(GROUP):
-                        if slot[GROUP * g + i] >= 0:
-                            shared[unsigned(to)] = slot[GROUP * g + i]
-                            to = int32(to + 1)
-                    place = int32(place + ((total >> (8 * g)) & 255))
-                filled = done
-                if lengths_step >= 0 and last_tile and done == 0:
-                    filled = int32(1)
-                    if thread == 0:
-                        shared[unsigned(TOTALS + out_shift)] = slot_type(0)
-                cuda.syncthreads()
-                full = int32((done + out_shift) & ~3)
-                flush(
-                    shared, out, out_base, int32(first - out_shift),
-                    columns if last_tile else int32(full - out_shift), filled, columns,
-                    thread, threads, filler,
+                done = compact_tile(
+                    shared, slot, out, out_base, out_shift, columns, done, last_tile,
+                    lengths_step >= 0, thread, threads, lane, warp, warps, filler,
                 )  # fmt: skip
-                if not last_tile:
-                    # What does not fill a group goes first in the next tile.
-                    left = int32(done + out_shift - full)
-                    carried = filler
-                    if thread < left:
-                        carried = shared[unsigned(TOTALS + full - first + thread)]
-                    cuda.syncthreads()
-                    if thread < left:
-                        shared[unsigned(TOTALS + thread)] = carried
             else:
                 if counting:
                     for i in range(entries):
@@ -498,7 +524,7 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
             if lane == 0:
                 shared[unsigned(warp)] = slot_type(total)
             cuda.syncthreads()
-            before, done = over_warps(shared, warp, warps, lane)
+            _, done = over_warps(shared, warp, warps, lane)
         if counting and thread == 0:
             if counts_step >= 0:
                 counts[row * counts_step] = done
