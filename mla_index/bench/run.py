@@ -1,0 +1,290 @@
+"""A whole run: checked first, then measured, shape by shape; what comes of it is a record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from mla_index.bench import importing, measure, warming
+from mla_index.bench.contenders import COPY, OPERATIONS, bind, bind_copy
+from mla_index.bench.measure import Sample
+from mla_index.bench.plan import (
+    MOST_EAGER_ENTRIES,
+    Contender,
+    Plan,
+    contenders,
+    dtype_name,
+    eager,
+    too_large,
+    usable_backends,
+)
+from mla_index.bench.record import Row, head
+from mla_index.bench.verify import verify
+from mla_index.bench.workloads import Batch, Inputs, rotated, trace_batches, uniform_batch
+from mla_index.simulation.setting import Progress
+
+SMALL_ROWS = 32
+"""T where the host is measured: of a decode step, and short enough never to fill a queue."""
+MEMORY_ROWS = {"cpu": 256, "cuda": 2048}
+"""T where memory is measured, by device type."""
+HOST_CALLS = 500
+"""Calls in a loop on the host; fewer than a device's queue holds."""
+
+
+@dataclass
+class Run:
+    """A run on its way.
+
+    Args:
+        plan: what was asked for.
+        backends: that are measured.
+        deadline: on `time.monotonic`'s clock; no shape is begun later.
+        progress: told of every step.
+    """
+
+    plan: Plan
+    backends: tuple[str, ...]
+    deadline: float
+    progress: Progress | None = None
+    rows: list[Row] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether there is a device apart from the host."""
+        return self.plan.device.type == "cuda"
+
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() > self.deadline
+
+    def add(self, metric: str, found: Sample | float, who: Contender, inputs: Inputs) -> None:
+        """Keep a measurement of a contender."""
+        self.note(metric, found, who.operation.name, who.provider, inputs, who.dcp)
+
+    def note(
+        self,
+        metric: str,
+        found: Sample | float,
+        operation: str,
+        provider: str,
+        inputs: Inputs,
+        dcp: int = 1,
+    ) -> None:
+        """Keep a measurement."""
+        sample = found if isinstance(found, Sample) else Sample(float(found))
+        rows, topk = inputs.tokens.shape
+        self.rows.append(
+            Row(
+                metric, sample.median, operation, provider,
+                inputs.batch.name, rows, topk, dcp, inputs.batch.valid,
+                dtype_name(inputs.tokens.dtype),
+                sample.low, sample.high,
+            )
+        )  # fmt: skip
+
+    def attempt(self, what: object, work: Callable[[], object]) -> bool:
+        """Whether the work could be done; what went wrong is kept, and the run goes on."""
+        try:
+            work()
+        except torch.OutOfMemoryError:
+            self.left_out.append(f"{what}: the device's memory is too small")
+            return False
+        except Exception as error:  # one broken backend does not take the others' numbers away
+            self.wrong.append(f"{what}: {type(error).__name__}: {error}")
+            return False
+        return True
+
+
+def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure, and return the record.
+
+    Its `rows` are the measurements, `left_out` what was not measured and why, and `wrong` the
+    contenders whose results were not those of the torch backend, or that failed; those have no
+    times.
+
+    Raises:
+        BackendUnavailable: a backend that was named cannot run, or none can.
+        TraceError: the trace cannot be read.
+    """
+    started = time.monotonic()
+    backends = usable_backends(plan)
+    torch.manual_seed(plan.seed)
+    state = Run(plan, backends, started + (plan.seconds or 0.0), progress)
+    shapes = list(_shapes(plan))
+    _on_host(state)
+    for number, (batch, topk) in enumerate(shapes):
+        _tell(state, f"T = {batch.rows}, K = {topk}", number, len(shapes))
+        reason = too_large(plan, batch.rows, topk)
+        if reason is None and state.late():
+            reason = f"the {plan.seconds:g} seconds of the run were over"
+        if reason is None:
+            _time_shape(state, batch, topk)
+        else:
+            state.left_out.append(f"{batch.name}, T = {batch.rows}, K = {topk}: {reason}")
+    if not plan.quick:
+        _once_a_process(state)
+    return {
+        **head("bench", plan.device),
+        "plan": plan.as_dict(),
+        "backends": list(backends),
+        "seconds": round(time.monotonic() - started, 1),
+        "left_out": state.left_out,
+        "wrong": state.wrong,
+        "rows": [row.as_dict() for row in state.rows],
+    }
+
+
+def _shapes(plan: Plan) -> Iterator[tuple[Batch, int]]:
+    """Batches and widths: the first width whole, then the others, coarse before fine."""
+    dcp, topk = plan.dcp or (), plan.topk or ()
+    if plan.trace is not None:
+        batches = trace_batches(
+            plan.trace, plan.rows or (), plan.mtp, dcp=dcp, dtype=plan.dtype, device=plan.device
+        )
+        yield from ((batch, width) for width in topk for batch in batches)
+        return
+    batches = [
+        uniform_batch(rows, dcp=dcp, valid=plan.valid, dtype=plan.dtype, device=plan.device)
+        for rows in plan.rows or ()
+    ]
+    yield from ((batch, topk[0]) for batch in batches)
+    for part in (batches[::4], batches[2::4], batches[1::2]):
+        yield from ((batch, width) for batch in part for width in topk[1:])
+
+
+def _tell(state: Run, stage: str, done: int, total: int) -> None:
+    if state.progress is not None:
+        state.progress(stage, done, total)
+
+
+# --- time on the device --------------------------------------------------------------------------
+
+
+def _time_shape(state: Run, batch: Batch, topk: int) -> None:
+    """Check every contender at one shape, then time those that are right, in turn."""
+    ready: list[Contender] = []
+    sets: list[Inputs] = []
+    where = f"{batch.name}, T = {batch.rows}, K = {topk}"
+    if not state.attempt(where, lambda: sets.extend(rotated(batch, topk))):
+        return
+    skipped = set()
+    for who in contenders(state.plan, state.backends, on_device=True):
+        if state.on_cuda and eager(who.provider) and batch.rows * topk > MOST_EAGER_ENTRIES:
+            skipped.add(who.provider)
+        elif state.late():
+            state.left_out.append(f"{where}: {who}: the time of the run was over")
+        elif state.attempt(f"{where}: {who}", partial(verify, who, sets[0])):
+            ready.append(who)
+    if skipped:
+        state.left_out.append(
+            f"{where}: {', '.join(sorted(skipped))}: T * K is above {MOST_EAGER_ENTRIES}"
+        )
+    timed = _by_graphs if state.on_cuda else _by_timer
+    state.attempt(where, lambda: timed(state, ready, sets))
+
+
+def _by_graphs(state: Run, ready: list[Contender], sets: list[Inputs]) -> None:
+    number = measure.launches_for(sets[0].moved, len(sets))
+    pool = torch.cuda.graph_pool_handle()
+    rounds, replays = (2, 3) if state.plan.quick else (3, 5)
+    graphs = [measure.Graph([bind_copy(inputs) for inputs in sets], number, pool, replays)]
+    timed: list[Contender] = []
+
+    def capture(who: Contender) -> None:
+        calls = [bind(who.operation, who.provider, inputs, who.dcp) for inputs in sets]
+        # Many kernels a call: the graph's own start counts for little, and its making for much.
+        graphs.append(
+            measure.Graph(calls, max(2, number // 8), pool, replays=2)
+            if eager(who.provider)
+            else measure.Graph(calls, number, pool, replays)
+        )
+        timed.append(who)
+
+    for who in ready:
+        state.attempt(who, partial(capture, who))
+    copied, *found = measure.graph_times(graphs, rounds)
+    state.note("gpu_us", copied, COPY, "torch", sets[0])
+    for who, sample in zip(timed, found, strict=True):
+        state.add("gpu_us", sample, who, sets[0])
+
+
+def _by_timer(state: Run, ready: list[Contender], sets: list[Inputs]) -> None:
+    calls = [bind(who.operation, who.provider, sets[0], who.dcp) for who in ready]
+    rounds, seconds = (2, 0.02) if state.plan.quick else (3, 0.03)
+    copied, *found = measure.cpu_times([bind_copy(sets[0]), *calls], rounds, seconds)
+    state.note("cpu_us", copied, COPY, "torch", sets[0])
+    for who, sample in zip(ready, found, strict=True):
+        state.add("cpu_us", sample, who, sets[0])
+
+
+# --- what does not depend on the shape -----------------------------------------------------------
+
+
+def _on_host(state: Run) -> None:
+    """Host time, kernels, synchronisation and memory of every contender, at one shape each."""
+    plan = state.plan
+    topk = min(plan.topk or (1,)) if state.on_cuda is False else (plan.topk or (1,))[0]
+    small, large = (
+        _single(plan, rows, topk) for rows in (SMALL_ROWS, MEMORY_ROWS[plan.device.type])
+    )
+    everyone = list(contenders(plan, state.backends, on_device=False))
+    if plan.backends is None:
+        everyone += [
+            Contender(OPERATIONS[name], "auto", dcp)
+            for name in plan.operations or ()
+            for dcp in OPERATIONS[name].ranks(plan.dcp or ())
+        ]
+    for number, who in enumerate(everyone):
+        _tell(state, "host, memory, kernels", number, len(everyone))
+        state.attempt(who, partial(_small_facts, state, who, small, large))
+    if state.on_cuda:
+        copied = measure.host_time(bind_copy(small), plan.device, number=HOST_CALLS)
+        state.note("host_us", copied, COPY, "torch", small)
+
+
+def _single(plan: Plan, rows: int, topk: int) -> Inputs:
+    batch = uniform_batch(
+        rows, dcp=plan.dcp or (), valid=plan.valid, dtype=plan.dtype, device=plan.device
+    )
+    return rotated(batch, topk)[0]
+
+
+def _small_facts(state: Run, who: Contender, small: Inputs, large: Inputs) -> None:
+    device = state.plan.device
+    verify(who, small)
+    call = bind(who.operation, who.provider, small, who.dcp)
+    if state.on_cuda or not who.operation.on_device:
+        number = HOST_CALLS // 5 if eager(who.provider) else HOST_CALLS
+        state.add("host_us", measure.host_time(call, device, number=number), who, small)
+    if who.provider == "auto" or not who.operation.on_device:
+        return
+    big = bind(who.operation, who.provider, large, who.dcp)
+    big()
+    state.add("peak_bytes", measure.peak_bytes(big, device), who, large)
+    if state.on_cuda:
+        seen = measure.kernels(call)
+        if seen:  # the profiler sees none where it may not look
+            state.add("kernels", seen, who, small)
+        state.add("synchronises", measure.synchronises(call), who, small)
+
+
+def _once_a_process(state: Run) -> None:
+    """Kernels compiled after `warmup`, and the cost of the import."""
+    if state.on_cuda:
+        for backend in state.backends:
+            state.attempt(
+                f"kernels that {backend} compiles after warmup",
+                partial(_keep, state, partial(warming.after_warmup, backend, state.plan.device)),
+            )
+    state.attempt("the import", partial(_keep, state, importing.cost))
+
+
+def _keep(state: Run, measured: Callable[[], Iterable[Row]]) -> None:
+    state.rows.extend(measured())
