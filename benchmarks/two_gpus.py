@@ -1,7 +1,7 @@
 """On a machine with two NVIDIA GPUs: the suite on the second one, and attention over both.
 
     PYTHONPATH=. python benchmarks/two_gpus.py benchmarks/results
-    PYTHONPATH=. python benchmarks/two_gpus.py out --backend triton --backend torch -k "two_devices or cuda"
+    PYTHONPATH=. python benchmarks/two_gpus.py out --backend torch -k two_devices
 
 1. The conformance suite on each backend, every tensor on cuda:1 while cuda:0 is current:
    `conformance-NAME-two-gpus.json`. It has the tests of test_two_devices.py in it: 10,000 calls in
