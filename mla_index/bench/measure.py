@@ -13,7 +13,7 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
@@ -26,6 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 
 from mla_index.bench.contenders import Call
+
+Late = Callable[[], bool]
 
 GRAPH_US = 400.0
 """Microseconds that a graph should take, so that its own start does not count."""
@@ -119,9 +121,11 @@ def launches_for(moved: int, sets: int) -> int:
     return max(sets, FEWEST_LAUNCHES, min(MOST_LAUNCHES, round(GRAPH_US / expected)))
 
 
-def graph_times(graphs: Sequence[Graph], rounds: int) -> list[Sample]:
-    """Replay the graphs in turn, `rounds` times."""
-    for _ in range(rounds):
+def graph_times(graphs: Sequence[Graph], rounds: int, late: Late) -> list[Sample]:
+    """Replay the graphs in turn, `rounds` times, or until it is late."""
+    for number in range(rounds):
+        if number and late():
+            break
         for graph in graphs:
             graph.replay()
     return [summary(graph.samples) for graph in graphs]
@@ -144,18 +148,21 @@ def host_time(call: Call, device: torch.device, *, number: int, repeats: int = 5
 # --- on the CPU ----------------------------------------------------------------------------------
 
 
-def cpu_times(calls: Sequence[Call], rounds: int, seconds: float) -> list[Sample]:
+def cpu_times(calls: Sequence[Call], rounds: int, seconds: float, late: Late) -> list[Sample]:
     """Time of calls on the CPU with all of torch's threads, in turn, `rounds` times.
 
     Args:
         calls: of the contenders.
         rounds: how often each is measured.
         seconds: that each measurement takes at least.
+        late: whether to leave it at the rounds that were made.
     """
     threads = torch.get_num_threads()
     timers = [Timer("call()", globals={"call": call}, num_threads=threads) for call in calls]
     values: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and late():
+            break
         for timer, found in zip(timers, values, strict=True):
             found += [t * 1e6 for t in timer.blocked_autorange(min_run_time=seconds).times]
     return [summary(found) for found in values]

@@ -25,7 +25,14 @@ from mla_index.bench.plan import (
 )
 from mla_index.bench.record import Row, head
 from mla_index.bench.verify import verify
-from mla_index.bench.workloads import Batch, Inputs, rotated, trace_batches, uniform_batch
+from mla_index.bench.workloads import (
+    Batch,
+    Inputs,
+    make_inputs,
+    rotated,
+    trace_batches,
+    uniform_batch,
+)
 from mla_index.simulation.setting import Progress
 
 SMALL_ROWS = 32
@@ -209,7 +216,7 @@ def _by_graphs(state: Run, ready: list[Contender], sets: list[Inputs]) -> None:
 
     for who in ready:
         state.attempt(who, partial(capture, who))
-    copied, *found = measure.graph_times(graphs, rounds)
+    copied, *found = measure.graph_times(graphs, rounds, state.late)
     state.note("gpu_us", copied, COPY, "torch", sets[0])
     for who, sample in zip(timed, found, strict=True):
         state.add("gpu_us", sample, who, sets[0])
@@ -218,7 +225,7 @@ def _by_graphs(state: Run, ready: list[Contender], sets: list[Inputs]) -> None:
 def _by_timer(state: Run, ready: list[Contender], sets: list[Inputs]) -> None:
     calls = [bind(who.operation, who.provider, sets[0], who.dcp) for who in ready]
     rounds, seconds = (2, 0.02) if state.plan.quick else (3, 0.03)
-    copied, *found = measure.cpu_times([bind_copy(sets[0]), *calls], rounds, seconds)
+    copied, *found = measure.cpu_times([bind_copy(sets[0]), *calls], rounds, seconds, state.late)
     state.note("cpu_us", copied, COPY, "torch", sets[0])
     for who, sample in zip(ready, found, strict=True):
         state.add("cpu_us", sample, who, sets[0])
@@ -253,7 +260,7 @@ def _single(plan: Plan, rows: int, topk: int) -> Inputs:
     batch = uniform_batch(
         rows, dcp=plan.dcp or (), valid=plan.valid, dtype=plan.dtype, device=plan.device
     )
-    return rotated(batch, topk)[0]
+    return make_inputs(batch, topk)
 
 
 def _small_facts(state: Run, who: Contender, small: Inputs, large: Inputs) -> None:

@@ -1,0 +1,238 @@
+"""The tables of README and documentation, made from records.
+
+`python -m mla_index.bench.pages` in the checkout writes them, between a pair of comments for each::
+
+    <!-- speed:begin -->
+    <!-- speed:end -->
+
+Records are `benchmarks/results/bench-*.json` (from `mla-index bench --json FILE`) and
+`benchmarks/results/compare-*.json` (the comparison with vLLM). Of several on one type of device the
+latest counts.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mla_index.bench.asked import Answer, Point, answers
+from mla_index.bench.contenders import COPY
+from mla_index.bench.record import Row, Table, read, rows_of
+
+Record = Mapping[str, Any]
+
+SHOWN_ROWS = (1, 32, 128, 512, 2048, 8192, 32768)
+"""T of the README's table."""
+SUMMARY = (
+    ("remap", 1, "remap"),
+    ("remap_counts", 1, "remap, compacted, counts"),
+    ("remap_safe_lengths", 1, "… and safe lengths, one launch"),
+    ("dcp_filter", 8, "dcp_filter, 8 ranks"),
+)
+"""Operations of the README's table, with the number of ranks."""
+SUMMARY_PROVIDERS = ("triton", "cupy")
+TOPK = 2048
+
+
+def records(folder: Path) -> dict[str, Record]:
+    """The latest record by what it is about: `bench cuda`, `bench cpu`, `compare cuda` …"""
+    found: dict[str, Record] = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name.startswith(("bench-", "compare-")):
+            record = {**read(path), "file": path.name}
+            about = f"{path.name.partition('-')[0]} {record['device']['type']}"
+            if about not in found or found[about]["date"] < record["date"]:
+                found[about] = record
+    return found
+
+
+def sections(found: Mapping[str, Record]) -> dict[tuple[str, str], str]:
+    """By file and marker, what stands between the markers."""
+    made = {}
+    if "bench cuda" in found:
+        made["README.md", "speed"] = summary(found["bench cuda"], found.get("compare cuda"))
+    made["docs/performance.md", "asked"] = asked(list(found.values()))
+    for kind in ("cuda", "cpu"):
+        made["docs/performance.md", f"times-{kind}"] = times(found.get(f"bench {kind}"))
+    return made
+
+
+def replace_section(text: str, marker: str, content: str) -> str:
+    """The text with other content between a marker's comments.
+
+    Raises:
+        ValueError: the comments are not there, once each and in their order.
+    """
+    begin, end = f"<!-- {marker}:begin -->", f"<!-- {marker}:end -->"
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"{begin} and {end} must stand there once")
+    return pattern.sub(lambda _: f"{begin}\n{content.rstrip()}\n{end}", text)
+
+
+# --- the README ----------------------------------------------------------------------------------
+
+
+def summary(record: Record, comparison: Record | None = None) -> str:
+    """Device time by T, with the copy of the same bytes, and the cost on the host."""
+    table = Table(rows_of(record))
+    shown = [t for t in SHOWN_ROWS if _times(table, COPY, "torch", 1, TOPK).get(t) is not None]
+    lines = [("copy of the same bytes", _times(table, COPY, "torch", 1, TOPK))]
+    for operation, ranks, title in SUMMARY:
+        for provider in SUMMARY_PROVIDERS:
+            lines.append((f"{title}, {provider}", _times(table, operation, provider, ranks, TOPK)))
+        if comparison is not None:
+            theirs = Table(rows_of(comparison))
+            vllm = next((r.provider for r in theirs.rows if r.provider.startswith("vllm")), "vllm")
+            lines.append((f"{title}, {vllm}", _times(theirs, operation, vllm, ranks, TOPK)))
+    body = _table(
+        ["µs on the device, T =", *map(str, shown)],
+        ([title, *(_number(of.get(t)) for t in shown)] for title, of in lines if of),
+    )
+    host = table.value("host_us", operation="remap_counts", provider="auto")
+    told = [
+        f"{_where(record)}; K = {TOPK}, {_valid(table)}; by graph replay, median."
+        + (f" A call of `remap` with counts costs the host {host:.1f} µs." if host else "")
+    ]
+    return "\n".join([*body, "", *told])
+
+
+# --- the documentation ---------------------------------------------------------------------------
+
+
+def asked(found: Sequence[Record]) -> str:
+    """Every target with what was reached."""
+    if not found:
+        return "Not measured yet."
+    return "\n".join(
+        _table(
+            ["target", "ask", "stretch", "reached (worst)", "where", "ask", "stretch"],
+            (_answer(answer) for answer in answers(*found)),
+        )
+    )
+
+
+def times(record: Record | None) -> str:
+    """Every time of a record, a table for each workload and K."""
+    if record is None:
+        return "Not measured yet."
+    table = Table(rows_of(record))
+    metric = "gpu_us" if any(table.find("gpu_us")) else "cpu_us"
+    parts = [f"{_where(record)}. Record: `benchmarks/results/{record['file']}`."]
+    for workload, topk in dict.fromkeys((r.workload, r.topk) for r in table.find(metric)):
+        rows = [r for r in table.find(metric) if (r.workload, r.topk) == (workload, topk)]
+        counts = sorted({row.rows for row in rows})
+        heading = "µs on the device" if metric == "gpu_us" else "µs on the CPU"
+        parts += ["", f"**{workload}, K = {topk}**", ""]
+        parts += _table([f"{heading}, T =", *map(str, counts)], _time_lines(rows, counts))
+    parts += _host_lines(table)
+    left_out = record["left_out"]
+    if left_out:
+        parts += ["", f"Left out ({len(left_out)}):", "", *(f"- {text}" for text in left_out)]
+    if record["wrong"]:
+        parts += ["", "**Wrong or failed:**", "", *(f"- {text}" for text in record["wrong"])]
+    return "\n".join(parts)
+
+
+def _time_lines(rows: Sequence[Row], counts: Sequence[int]) -> Iterator[list[str]]:
+    for who in dict.fromkeys((row.operation, row.dcp, row.provider) for row in rows):
+        own = {r.rows: r.value for r in rows if (r.operation, r.dcp, r.provider) == who}
+        operation, ranks, provider = who
+        title = f"{operation}, {ranks} ranks" if ranks > 1 else operation
+        yield [f"{title}, {provider}", *(_number(own.get(count)) for count in counts)]
+
+
+def _host_lines(table: Table) -> list[str]:
+    rows = list(table.find("host_us"))
+    if not rows:
+        return []
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    lines = []
+    for operation, ranks in dict.fromkeys((row.operation, row.dcp) for row in rows):
+        own = {r.provider: r.value for r in rows if (r.operation, r.dcp) == (operation, ranks)}
+        title = f"{operation}, {ranks} ranks" if ranks > 1 else operation
+        lines.append([title, *(_number(own.get(provider)) for provider in providers)])
+    return ["", *_table(["µs on the host", *providers], lines)]
+
+
+def _answer(answer: Answer) -> list[str]:
+    target, reached, stretched = answer.target, answer.reached, answer.stretch_reached
+    value = "not measured"
+    if reached is not None:
+        value = f"{_bound(reached.value)} {target.unit}"
+        if target.stretch_measure is not None and stretched is not None:
+            value += f"; {_bound(stretched.value)}"
+    return [
+        target.name, _limit(target.ask), _limit(target.stretch), value, _place(reached),
+        _verdict(answer.ask_met), _verdict(answer.stretch_met),
+    ]  # fmt: skip
+
+
+def _place(point: Point | None) -> str:
+    return "" if point is None else point.where
+
+
+def _verdict(met: bool | None) -> str:
+    return {True: "met", False: "**missed**", None: "–"}[met]
+
+
+def _limit(bound: float | None) -> str:
+    return "–" if bound is None else f"≤ {_bound(bound)}"
+
+
+def _bound(value: float) -> str:
+    return f"{value:.0f}" if value == round(value) else f"{value:.3g}"
+
+
+def _times(table: Table, operation: str, provider: str, ranks: int, topk: int) -> dict[int, float]:
+    found = table.find(
+        "gpu_us", operation=operation, provider=provider, dcp=ranks, topk=topk, workload="uniform"
+    )
+    return {row.rows: row.value for row in found}
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _valid(table: Table) -> str:
+    shares = {row.valid for row in table.rows if row.workload == "uniform"}
+    return " and ".join(f"{1 - share:.0%} of the entries −1" for share in sorted(shares))
+
+
+def _where(record: Record) -> str:
+    device, versions = record["device"], record["versions"]
+    name = device.get("name") or f"{device['host']}, {device['threads']} threads"
+    packages = ("torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda")
+    told = ", ".join(
+        f"{package} {versions[package]}" for package in packages if package in versions
+    )
+    driver = f", driver {device['driver']}" if device.get("driver") else ""
+    return f"{name}{driver}; {told}; {record['date'][:10]}; sources `{record['source_hash'][:12]}`"
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    return [line(head), "|" + "---|" * len(head), *(line(cells) for cells in lines)]
+
+
+def main() -> None:
+    """Write every section into the files of the checkout in the current folder."""
+    for (name, marker), content in sections(records(Path("benchmarks/results"))).items():
+        path = Path(name)
+        try:
+            text = replace_section(path.read_text(encoding="utf-8"), marker, content)
+        except (OSError, ValueError) as error:
+            sys.exit(f"error: {name}: {error}")
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""`mla-index bench`: how fast the backends are here, as tables, a record and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mla_index.bench import record as records
+from mla_index.bench.asked import Answer, answers
+from mla_index.bench.contenders import COPY, OPERATIONS
+from mla_index.bench.plan import Plan
+from mla_index.bench.record import Row
+from mla_index.bench.run import run
+from mla_index.cli import devices, exits
+from mla_index.cli.explain import DTYPES
+from mla_index.cli.progress import PatientProgress
+
+MOST_SHOWN = 5
+"""Reasons that are printed before the rest is counted."""
+MOST_COLUMNS = 8
+"""T that get a column each; of more, every second is shown."""
+
+
+def bench(
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"An operation: {', '.join(OPERATIONS)}. May be given several times; by default "
+            "all."
+        ),
+    ] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A backend, which must run; may be given several times. By default all that can "
+            "run on the device."
+        ),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(metavar="T,…", help="Query rows; by default 1 to 32768 in powers of 2."),
+    ] = None,
+    topk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K,…",
+            help="Tokens selected for each row; by default 2048,512,2176,4224,16384. The first is "
+            "measured first.",
+        ),
+    ] = None,
+    dcp: Annotated[
+        str | None,
+        typer.Option(metavar="N,…", help="Ranks of which dcp_filter is one; by default 2,4,8."),
+    ] = None,
+    valid: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of entries that are not -1.")
+    ] = 0.9,
+    dtype: Annotated[
+        str, typer.Option(help="Of selection, block table, request ids and slots: int32 or int64.")
+    ] = "int32",
+    device: Annotated[str, typer.Option(help="Where: cpu or cuda.")] = "cpu",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="A serving trace in JSON lines (as for `demo`): decode steps of T rows and a "
+            "prefill chunk of 8,192, with its request lengths, block tables and shared prefixes, "
+            "instead of uniform batches."
+        ),
+    ] = None,
+    mtp: Annotated[
+        int, typer.Option(help="With --trace: drafted tokens; a request has 1 + MTP rows.")
+    ] = 1,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few shapes and operations: under a minute.")
+    ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Begin no new shape after so long, and say what was left out. By default 240, "
+            "with --quick 12 on the CPU and 40 elsewhere."
+        ),
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PNG", help="Draw time against T, and host cost. Needs matplotlib."),
+    ] = None,
+) -> None:
+    """Measure the operations, beside a copy of the same bytes.
+
+    Every result is compared with the torch backend's before it is timed. Time on a GPU is by replay
+    of CUDA graphs over inputs that are walked in turn; time on the host by a loop that never waits.
+    Random data; medians of contenders measured in turn.
+
+    **Examples**
+
+    - `mla-index bench --quick`
+    - `mla-index bench --device cuda --json bench.json --plot bench.png`
+    - `mla-index bench --device cuda --op remap --op dcp_filter --backend triton --rows 1,64,4096`
+    - `mla-index bench --device cuda --trace conversations.jsonl --mtp 3`
+    """
+    place = devices.parse(device)
+    for option, path in (("--json", as_json), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise exits.stop(f"{option} {path}: there is no such folder", exits.USAGE)
+    if plot is not None and find_spec("matplotlib") is None:
+        raise exits.stop("--plot needs matplotlib: pip install 'mla_index[plot]'", exits.MISSING)
+    if dtype not in DTYPES:
+        raise exits.stop(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}", exits.USAGE)
+    with exits.errors_as_exits():
+        plan = Plan(
+            operations=tuple(op) if op else None,
+            backends=tuple(backend) if backend else None,
+            rows=_numbers("--rows", rows),
+            topk=_numbers("--topk", topk),
+            dcp=_numbers("--dcp", dcp),
+            valid=valid,
+            dtype=DTYPES[dtype],
+            device=place,
+            trace=trace,
+            mtp=mtp,
+            quick=quick,
+            seconds=seconds,
+        )
+        with PatientProgress(Console(stderr=True)) as progress:
+            found = run(plan, progress)
+    if as_json is not None:
+        records.write(found, as_json)
+    if plot is not None:
+        from mla_index.bench.plot import plot as draw
+
+        draw(found, plot)
+    show(found, Console())
+    if found["wrong"]:
+        raise typer.Exit(exits.FAILED)
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print a record for a person."""
+    table = records.Table(records.rows_of(found))
+    for metric in ("gpu_us", "cpu_us"):
+        rows = list(table.find(metric))
+        for workload, topk in dict.fromkeys((row.workload, row.topk) for row in rows):
+            own = [row for row in rows if (row.workload, row.topk) == (workload, topk)]
+            console.print(_times(f"{records.METRICS[metric]}: {workload}, K = {topk}", own), "")
+    facts = [row for row in table.rows if row.metric in ("host_us", "kernels", "peak_bytes")]
+    if facts:
+        console.print(_calls(facts), "")
+    reached = [answer for answer in answers(found) if answer.reached is not None]
+    if reached:
+        console.print(_targets(reached), "")
+    _say(console, "left out", found["left_out"], "yellow")
+    _say(console, "wrong, or failed", found["wrong"], "bold red")
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise exits.stop(
+            f"{option} must be integers with commas, got {text!r}", exits.USAGE
+        ) from None
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _times(title: str, rows: Sequence[Row]) -> Table:
+    counts = sorted({row.rows for row in rows})
+    while len(counts) > MOST_COLUMNS:
+        counts = counts[-1::-2][::-1]  # the largest stays
+    table = _table(title, "T =", *map(str, counts))
+    for who in dict.fromkeys((row.operation, row.dcp, row.provider) for row in rows):
+        own = {r.rows: r.value for r in rows if (r.operation, r.dcp, r.provider) == who}
+        name = who[0] if who[0] == COPY else f"{_operation(*who[:2])}, {who[2]}"
+        table.add_row(name, *(_number(own.get(count)) for count in counts))
+    return table
+
+
+def _calls(rows: Sequence[Row]) -> Table:
+    """What does not depend on the shape."""
+    metrics = [m for m in ("host_us", "kernels", "peak_bytes") if any(r.metric == m for r in rows)]
+    words = {"host_us": "µs on the host", "kernels": "kernels", "peak_bytes": "memory, bytes"}
+    table = _table("a call, outputs given", "", *(words[metric] for metric in metrics))
+    for who in dict.fromkeys((row.operation, row.dcp, row.provider) for row in rows):
+        own = {r.metric: r.value for r in rows if (r.operation, r.dcp, r.provider) == who}
+        cells = (_number(own.get(metric), whole=metric != "host_us") for metric in metrics)
+        table.add_row(f"{_operation(*who[:2])}, {who[2]}", *cells)
+    return table
+
+
+def _targets(reached: Sequence[Answer]) -> Table:
+    table = _table("targets, the worst value of each", "", "reached", "ask", "stretch", "")
+    table.columns[-1].justify = "left"
+    for answer in reached:
+        target, point = answer.target, answer.reached
+        bounds = (
+            "–" if bound is None else f"{bound:.3g}" for bound in (target.ask, target.stretch)
+        )
+        table.add_row(
+            Text(target.name), f"{point.value:.3g}" if point else "", *bounds, _verdict(answer)
+        )
+    return table
+
+
+def _verdict(answer: Answer) -> Text:
+    if answer.stretch_met:
+        return Text("stretch met", style="bold green")
+    if answer.ask_met is None:
+        return Text("")
+    return Text("met", style="green") if answer.ask_met else Text("missed", style="bold red")
+
+
+def _say(console: Console, title: str, lines: Sequence[str], style: str) -> None:
+    if lines:
+        console.print(Text(f"{title}: {len(lines)}", style=style))
+        for line in lines[:MOST_SHOWN]:
+            console.print(Text(f"  {line}"))
+        if len(lines) > MOST_SHOWN:
+            console.print(Text(f"  and {len(lines) - MOST_SHOWN} more (in the record, --json)"))
+
+
+def _operation(name: str, ranks: int) -> str:
+    return f"{name}, {ranks} ranks" if ranks > 1 else name
+
+
+def _number(value: float | None, *, whole: bool = False) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if whole or value >= 100 else f"{value:.1f}"

@@ -1,0 +1,213 @@
+"""Targets answered from records, and pages that say what the records say."""
+
+import pytest
+from conftest import PROJECT
+
+from mla_index.bench import asked, pages
+from mla_index.bench.record import Row
+
+UNIFORM = {"workload": "uniform", "topk": 2048, "dcp": 1, "valid": 0.9, "dtype": "int32"}
+
+
+def record(*rows, kind="bench", device="cuda", date="2026-01-02T03:04:05+00:00"):
+    return {
+        "format": 1,
+        "kind": kind,
+        "date": date,
+        "source_hash": "0123456789abcdef" * 4,
+        "device": {"type": device, "name": "a card", "host": "a host", "threads": 2, "driver": "1"},
+        "versions": {"torch": "2.11", "triton": "3.6"},
+        "left_out": [],
+        "wrong": [],
+        "file": f"{kind}-test.json",
+        "rows": [row.as_dict() for row in rows],
+    }
+
+
+def gpu(operation, provider, rows, value, **other):
+    return Row("gpu_us", value, operation, provider, rows=rows, **{**UNIFORM, **other})
+
+
+def answer(name, *records):
+    (found,) = [a for a in asked.answers(*records) if name in a.target.name]
+    return found
+
+
+def test_without_measurements_nothing_is_reached():
+    found = asked.answers(record())
+    assert len(found) == len(asked.TARGETS)
+    assert all(a.reached is None and a.ask_met is a.stretch_met is None for a in found)
+
+
+def test_the_worst_ratio_to_the_copy_counts():
+    rows = [
+        gpu("copy", "torch", 2048, 10.0),
+        gpu("copy", "torch", 8192, 40.0),
+        gpu("remap", "triton", 1024, 99.0),  # too few rows to be asked for
+        gpu("remap", "triton", 2048, 11.2),
+        gpu("remap", "triton", 8192, 42.0),
+        gpu("remap", "triton", 8192, 99.0, topk=512),  # another K
+    ]
+    found = answer("Triton, remap without counts", record(*rows))
+    assert found.reached == (pytest.approx(1.12), "triton remap at T = 2048, K = 2048")
+    assert (found.ask_met, found.stretch_met, found.points) == (True, False, 2)
+    rows.append(gpu("dcp_filter", "triton", 2048, 14.6, dcp=8))
+    found = answer("Triton, remap with counts or dcp_filter", record(*rows))
+    assert found.reached == (
+        pytest.approx(1.46),
+        "triton dcp_filter, 8 ranks at T = 2048, K = 2048",
+    )
+    assert found.ask_met is False
+
+
+def test_ratios_are_taken_within_one_record():
+    one, other = record(gpu("copy", "torch", 2048, 1.0)), record(gpu("remap", "triton", 2048, 9.0))
+    assert answer("Triton, remap without counts", one, other).reached is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "met"),
+    [(1.0, 1.14, True), (1.0, 1.16, False), (100.0, 102.9, True), (100.0, 103.1, False)],
+)
+def test_slower_than_vllm_by_the_larger_of_a_share_and_a_time(theirs, ours, met):
+    compared = record(
+        gpu("remap", "vllm 0.33.0", 1, theirs), gpu("remap", "triton", 1, ours), kind="compare"
+    )
+    found = answer("slower than vLLM", compared)
+    assert found.ask_met is met
+    assert (found.stretch_reached is None) is (theirs == 1.0)  # no ratio below 3 µs
+
+
+def test_faster_than_vllm_is_a_ratio_where_it_takes_a_while():
+    compared = record(
+        gpu("remap", "vllm 0.33.0", 1, 10.0), gpu("remap", "triton", 1, 7.0),
+        gpu("dcp_filter", "vllm 0.33.0", 1, 10.0, dcp=8),
+        gpu("dcp_filter", "triton", 1, 5.0, dcp=4),
+    )  # fmt: skip
+    found = answer("slower than vLLM", compared)
+    assert found.stretch_reached == (pytest.approx(0.7), "triton remap at T = 1, K = 2048")
+    assert found.stretch_met is True
+    assert found.points == 1  # other numbers of ranks do not compare
+
+
+def test_the_host_is_compared_with_vllms_convert():
+    small = {**UNIFORM, "rows": 32}
+    rows = [
+        Row("host_us", 12.0, "remap_counts", "auto", **small),
+        Row("host_us", 100.0, "remap_counts", "vllm 0.33.0", **small),
+    ]
+    found = answer("over vLLM's convert", record(*rows))
+    assert found.reached.value == pytest.approx(0.12)
+    assert (found.ask_met, found.stretch_met) == (True, False)
+    assert answer("over vLLM's convert", record(rows[0])).reached is None
+    assert answer("over the 104 µs", record(rows[0])).ask_met is True
+
+
+def test_memory_is_compared_with_the_output():
+    row = Row("peak_bytes", 7 * 8 * 4 * 16, "remap", "torch", rows=4, topk=16, dtype="int64")
+    found = answer("torch: memory", record(row))
+    assert found.reached.value == 7
+    assert found.ask_met is False
+    zero = Row("peak_bytes", 0, "remap", "cupy", rows=4, topk=16, dtype="int32")
+    assert answer("cupy: memory", record(zero)).ask_met is True
+
+
+def test_fused_lengths_launches_and_composition():
+    found = record(
+        gpu("remap_counts", "cupy", 8, 2.0), gpu("remap_safe_lengths", "cupy", 8, 2.2),
+        gpu("remap", "torch", 8, 9.0), gpu("remap", "composition", 8, 10.0),
+        Row("kernels", 1, "remap_safe_lengths", "cupy"), Row("kernels", 26, "remap", "torch"),
+        Row("import_ms", 51.0, "import", "mla_index"),
+    )  # fmt: skip
+    assert answer("cupy: counts and safe lengths", found).ask_met is False
+    assert answer("counts and safe lengths: launches", found).ask_met is True
+    assert answer("plain composition", found).stretch_met is True
+    assert answer("torch: kernels, plain", found).ask_met is False
+    assert answer("import beside torch", found).ask_met is False
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def test_the_summary_shows_measured_columns_alone():
+    found = record(
+        gpu("copy", "torch", 1, 1.3), gpu("copy", "torch", 32768, 128.4),
+        gpu("remap", "triton", 1, 1.62),
+        Row("host_us", 12.34, "remap_counts", "auto", rows=32, **UNIFORM),
+    )  # fmt: skip
+    text = pages.summary(found, record(gpu("remap", "vllm 0.33.0", 32768, 325.0)))
+    assert text.splitlines()[0] == "| µs on the device, T = | 1 | 32768 |"
+    assert "| copy of the same bytes | 1.3 | 128 |" in text
+    assert "| remap, triton | 1.6 | – |" in text
+    assert "| remap, vllm 0.33.0 | – | 325 |" in text
+    assert "cupy" not in text
+    assert "a card, driver 1; torch 2.11, triton 3.6; 2026-01-02; sources `0123456789ab`" in text
+    assert "10% of the entries −1" in text
+    assert "costs the host 12.3 µs" in text
+
+
+def test_the_tables_show_everything_and_what_was_left_out():
+    found = record(
+        gpu("copy", "torch", 1, 1.3), gpu("dcp_filter", "cupy", 4, 2.0, dcp=8, topk=512),
+        Row("host_us", 9.0, "remap", "cupy", rows=32, **UNIFORM),
+    )  # fmt: skip
+    found |= {"left_out": ["T = 9: too large"], "wrong": ["remap on numba: broken"]}
+    text = pages.times(found)
+    for told in (
+        "**uniform, K = 512**", "| dcp_filter, 8 ranks, cupy | 2.0 |", "| remap | 9.0 |",
+        "- T = 9: too large", "- remap on numba: broken", "bench-test.json",
+    ):  # fmt: skip
+        assert told in text
+    assert pages.times(None) == "Not measured yet."
+
+
+def test_the_targets_are_a_table():
+    rows = [gpu("copy", "torch", 2048, 10.0), gpu("remap", "triton", 2048, 12.0)]
+    lines = pages.asked([record(*rows)]).splitlines()
+    assert len(lines) == 2 + len(asked.TARGETS)
+    assert lines[2] == (
+        "| Triton, remap without counts, T ≥ 2048 | ≤ 1.15 | ≤ 1.08 | 1.2 × copy | "
+        "triton remap at T = 2048, K = 2048 | **missed** | **missed** |"
+    )
+    assert "| not measured |" in lines[3]
+
+
+def test_a_section_is_replaced_between_its_marks():
+    text = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
+    assert pages.replace_section(text, "x", r"new \1") == (
+        "a\n<!-- x:begin -->\nnew \\1\n<!-- x:end -->\nb\n"
+    )
+    with pytest.raises(ValueError, match="must stand there once"):
+        pages.replace_section(text, "y", "new")
+
+
+def test_the_latest_record_of_a_device_counts(tmp_path):
+    from mla_index.bench.record import write
+
+    for name, date in (("bench-a", "2026-01-02"), ("bench-b", "2026-01-01")):
+        write(record(date=f"{date}T00:00:00+00:00"), tmp_path / f"{name}.json")
+    write(record(kind="compare"), tmp_path / "compare-a.json")
+    (tmp_path / "conformance-a.json").write_text("{}")
+    found = pages.records(tmp_path)
+    assert {about: r["file"] for about, r in found.items()} == {
+        "bench cuda": "bench-a.json",
+        "compare cuda": "compare-a.json",
+    }
+
+
+RECORDS = pages.records(PROJECT / "benchmarks" / "results")
+SECTIONS = pages.sections(RECORDS)
+
+
+@pytest.mark.parametrize("place", SECTIONS, ids="-".join)
+def test_the_pages_say_what_the_records_say(place):
+    """`python -m mla_index.bench.pages` writes them again."""
+    name, marker = place
+    text = (PROJECT / name).read_text(encoding="utf-8")
+    assert pages.replace_section(text, marker, SECTIONS[place]) == text
+
+
+def test_the_readme_has_a_record_to_show():
+    if "bench cuda" not in RECORDS:
+        pytest.skip("there is no benchmarks/results/bench-*.json of a GPU yet")
+    assert ("README.md", "speed") in SECTIONS
