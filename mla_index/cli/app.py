@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mla_index.cli import bench, conformance, demo, exits, explain, info
+from mla_index.cli import bench, conformance, demo, exits, explain, info, vllm
 from mla_index.version import __version__
 
 app = typer.Typer(
@@ -38,5 +38,7 @@ def _options(
     pass
 
 
-for command in (info.info, explain.explain, demo.demo, bench.bench, conformance.conformance):
+for command in (
+    info.info, explain.explain, demo.demo, bench.bench, conformance.conformance, vllm.vllm
+):  # fmt: skip
     app.command(epilog=exits.HELP)(command)
