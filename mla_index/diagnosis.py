@@ -106,7 +106,7 @@ def diagnose(
     allocated = torch.ones_like(slots, dtype=torch.bool)
     if block_table.numel():
         within = (block >= 0) & (block < block_table.shape[1])
-        allocated = block_table[row[:, None], block.masked_fill(~within, 0)] >= 0
+        allocated = block_table[row.long()[:, None], block.masked_fill(~within, 0)] >= 0
 
     paged = ~gathered[:, None]
     steps = {

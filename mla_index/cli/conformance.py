@@ -49,6 +49,12 @@ def conformance(
         str | None,
         typer.Option(metavar="EXPRESSION", help="Only tests whose names match, as for pytest -k."),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Processes that share the tests of a backend; more need pytest-xdist."
+        ),
+    ] = 1,
     as_json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")
     ] = None,
@@ -87,6 +93,7 @@ def conformance(
             json_path=as_json,
             scale=scale,
             pytest_args=["-k", only] if only else [],
+            workers=workers,
         )
     Console().print(_table(record))
     raise typer.Exit(_verdict(record["backends"], required))

@@ -35,7 +35,9 @@ def records(folder: Path) -> dict[str, dict[str, Any]]:
 
 def page(found: dict[str, dict[str, Any]]) -> str:
     """The page in Markdown."""
-    return "\n".join([HEAD, *(section for name, r in found.items() for section in _section(name, r))])
+    return "\n".join(
+        [HEAD, *(section for name, r in found.items() for section in _section(name, r))]
+    )
 
 
 def _section(name: str, record: dict[str, Any]) -> Iterable[str]:

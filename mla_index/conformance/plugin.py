@@ -111,8 +111,12 @@ def _params(item: pytest.Item) -> dict[str, object]:
     return {} if call is None else dict(call.params)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Label each test with its backend and operation; the label travels with its reports."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Label each test with its backend and operation; the label travels with its reports.
+
+    With xdist's `--dist loadgroup`, tests that share compiled kernels stay on one worker.
+    """
+    grouped = config.pluginmanager.hasplugin("xdist")
     for item in items:
         chosen, job = _params(item).get("target"), _params(item).get("job")
         marker = item.get_closest_marker("mla_op")
@@ -120,6 +124,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if op is not None:
             backend = chosen.backend if isinstance(chosen, Target) else _ANY
             item.user_properties.append((_LABEL, f"{backend} {op}"))
+        if grouped and isinstance(job, Job):
+            item.add_marker(pytest.mark.xdist_group(_group(job)))
+
+
+def _group(job: Job) -> str:
+    """Jobs of one mode and dtypes use the same kernels; those of 16 GiB run one after another."""
+    if job.id.startswith("fr26"):
+        return "memory"
+    return job.id.partition(":")[2] or job.id
 
 
 _TARGETS = pytest.StashKey[list[Target]]()

@@ -50,6 +50,7 @@ def run_suite(
     scale: str | None = None,
     pytest_args: Sequence[str] = (),
     timeout: float | None = None,
+    workers: int = 1,
 ) -> dict[str, Any]:
     """Run the suite on each backend and gather what happened.
 
@@ -63,6 +64,7 @@ def run_suite(
         scale: `small` or `full`; by default full on a device other than the CPU.
         pytest_args: more arguments for pytest, such as `["-k", "fr05"]`.
         timeout: seconds that one backend may take.
+        workers: processes that share the tests of a backend (more than one needs pytest-xdist).
 
     Returns:
         The record; `passed` says whether every backend ran and passed.
@@ -72,6 +74,8 @@ def run_suite(
     """
     for name in names:
         registry.load(name)
+    if workers > 1:
+        pytest_args = ["-n", str(workers), "--dist", "loadgroup", *pytest_args]
     place = torch.device(device)
     backends = {name: _run_one(name, place, scale, pytest_args, timeout) for name in names}
     record = {
@@ -107,7 +111,8 @@ def _run_one(
         ini.write_text(_INI, encoding="utf-8")
         command = [
             *(sys.executable, "-m", "pytest", "-c", str(ini), "--rootdir", folder),
-            *("-p", "no:cacheprovider", "-p", "mla_index_pytest", "-q"),
+            # pytest-benchmark, where it is installed, warns when several processes run
+            *("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "mla_index_pytest", "-q"),
             *("--pyargs", "mla_index.conformance"),
             *("--mla-backend", name, "--mla-device", str(device), "--mla-json", str(report)),
             *(("--mla-scale", scale) if scale else ()),

@@ -157,6 +157,16 @@ def bounds() -> Iterator[Job]:
         random_problem, 601, 5, 37, num_slots=192 * 11 + 13, block_stride_rows=192, num_blocks=14
     )
     yield from _modes("num-slots-with-stride", ("num-slots",), spread, _pick("plain", "compact"))
+    # The slots' bound lies in a block that no int32 entry names: its offset must not count.
+    for stride in (2**31 - 1, 2**20 + 1):
+        top = Problem([[57, 0, 63, 121]], [[2**31 - 1, 2**31 - 2]], [0], block_stride_rows=stride)
+        yield from _modes(
+            f"largest-entry-stride-{stride}",
+            ("num-slots", "wrap"),
+            top,
+            _pick("plain", "compact"),
+            dtypes={"out": I64},
+        )
 
 
 def features() -> Iterator[Job]:

@@ -97,11 +97,9 @@ def _slots(
     del owner, local
     column, in_table = _within(block, block_table.shape[1])
     del block
-    column = column.long()  # indexing would do it anyway, and hold both
-
     row, exists = table_rows(req_id, block_table, request_rows, token_indices.shape[0])
     if block_table.numel():
-        entry = block_table[row[:, None], column]
+        entry = _entries(block_table, row, column)
         del column
         slot, valid = _paged_slots(spec, entry, offset, block_stride_rows, last_slot)
         valid &= exists[:, None]
@@ -146,7 +144,21 @@ def table_rows(
     if request_rows is not None:
         req_id, named = _take(request_rows, req_id)
     row, exists = _within(req_id, block_table.shape[0])
-    return row.long(), exists if named is None else exists & named
+    return row, exists if named is None else exists & named
+
+
+def _entries(block_table: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    """`block_table[row[t], column[t, k]]`, by one flat index into what the table's strides span.
+
+    Indexing by two tensors would expand the row numbers to `[T, K]` on CUDA, and take int64 only.
+    """
+    (rows, columns), (row_stride, column_stride) = block_table.shape, block_table.stride()
+    span = (rows - 1) * row_stride + (columns - 1) * column_stride + 1
+    flat = block_table.as_strided((span,), (1,), block_table.storage_offset())
+    if span > DTYPE_MAX[row.dtype]:
+        row = row.long()
+    index = (row * row_stride)[:, None].add(column, alpha=column_stride)
+    return flat.index_select(0, index.reshape(-1)).view(column.shape)
 
 
 def _paged_slots(
@@ -158,7 +170,8 @@ def _paged_slots(
     offset.
     """
     last_block, last_offset = divmod(last_slot, block_stride_rows)
-    last_block = min(last_block, DTYPE_MAX[entry.dtype])
+    if last_block > DTYPE_MAX[entry.dtype]:  # no entry reaches the block where the offset decides
+        last_block, last_offset = DTYPE_MAX[entry.dtype], block_stride_rows - 1
     if last_offset >= spec.block_size - 1:
         safe, valid = _within(entry, last_block + 1)
         del safe
