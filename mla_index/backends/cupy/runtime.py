@@ -8,8 +8,8 @@ call has forty.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import NamedTuple, Protocol
 
@@ -75,14 +75,13 @@ def _compile(variant: Variant, device: int) -> Function:
         return function
 
 
-def _on_device(device: int) -> AbstractContextManager[object]:
+@contextmanager
+def _on_device(device: int) -> Iterator[None]:
     """Both torch and CuPy keep the current device, and each restores its own."""
     import cupy
 
-    stack = ExitStack()
-    stack.enter_context(torch.cuda.device(device))
-    stack.enter_context(cupy.cuda.Device(device))
-    return stack
+    with torch.cuda.device(device), cupy.cuda.Device(device):
+        yield
 
 
 def _capturing(device: int) -> bool:
