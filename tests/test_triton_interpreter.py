@@ -43,7 +43,7 @@ SWEEP = """
         request = torch.randint(-1, 4, (rows,), generator=generator, dtype=torch.int64)
         tokens[rows // 2] = -1
         results = [
-            mla_index.remap(request, table, tokens, block_size=64, backend=backend, **wants)
+            mla_index.remap(request, table, tokens, backend=backend, **{"block_size": 64, **wants})
             for backend in ("triton", "torch")
         ]
         for name, ours, theirs in zip(mla_index.Remapped._fields, *results):
@@ -58,12 +58,13 @@ SWEEP = """
             compare(3, width, 2, torch.int64, **want)
         for width in (4224, 6144, 6200):
             compare(2, width, 1, torch.int32, **want)
-        few = variants.FEW_ROWS
-        variants.FEW_ROWS = 1  # as if two rows were many
-        for width in (2048, 4224, 4500, 6144):
-            compare(2, width, 1, torch.int64, **want)
-        compare(2, 4200, 2, torch.int32, **want)
-        variants.FEW_ROWS = few
+    usual = variants.shapes
+    variants.shapes = lambda spec: usual(spec)._replace(few_rows=1)  # as if two rows were many
+    for want in wants:
+        for width in (1024, 2048, 2176, 4000, 4224, 4500, 6144):
+            compare(2, width, 1, torch.int64, block_size=32, **want)
+        compare(2, 4200, 2, torch.int32, block_size=32, **want)
+        compare(2, 16400, 1, torch.int32, block_size=32, **want)
     print(json.dumps({"wrong": wrong, "seen": seen}))
 """
 

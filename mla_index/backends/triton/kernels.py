@@ -207,10 +207,12 @@ def _store(
     elif COUNTED:
         count += tl.sum(valid.to(tl.int32), 0)
     value = tl.where(valid, _signed(slot), pad)
+    # Scattered words are not read again here: let them pass the cache.
+    PASS: tl.constexpr = ".cs" if COMPACT else ""
     if MASKED:
-        tl.store(slot_row + place, value, mask=columns < topk)
+        tl.store(slot_row + place, value, mask=columns < topk, cache_modifier=PASS)
     else:
-        tl.store(slot_row + place, value)
+        tl.store(slot_row + place, value, cache_modifier=PASS)
     return count
 
 

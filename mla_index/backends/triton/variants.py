@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """The shapes of a configuration for few rows or for many.
+    """The shapes for few rows or for many.
 
     Args:
         general: for every width.
@@ -49,40 +49,83 @@ class Shapes(NamedTuple):
     even: Shape | None = None
 
 
-FEW_ROWS = 128
-"""Up to here multiprocessors are idle, and what counts is how long a single row takes."""
+class Cut(NamedTuple):
+    """The shapes of a configuration by the number of rows.
+
+    With few rows multiprocessors are idle, and what counts is how long a single row takes.
+
+    Args:
+        few_rows: up to here `few` is taken, beyond it `many`.
+        few, many: the shapes; the same where the number of rows decides nothing.
+    """
+
+    few_rows: int
+    few: Shapes
+    many: Shapes
 
 
-def shapes(spec: RemapSpec) -> tuple[Shapes, Shapes]:
-    """The shapes for few rows and for many, by the operation and the width class."""
+def _always(shapes: Shapes) -> Cut:
+    return Cut(0, shapes, shapes)
+
+
+def _tile(width: int, warps: int) -> Shapes:
+    """One tile a row; where the width is the row's, nothing is masked."""
+    return Shapes(Shape("tile", width, width, warps), Shape("tile", width, 0, warps))
+
+
+def _split(tile: int, warps: int) -> Shapes:
+    return Shapes(Shape("split", tile, tile, warps), Shape("split", tile, 0, warps))
+
+
+def _walk(tile: int, warps: int) -> Shapes:
+    return Shapes(Shape("walk", tile, tile, warps), Shape("walk", tile, 128, warps))
+
+
+PLAIN = {
+    # width class: measured on an H200, as the ratio to a copy of the same bytes
+    1024: Cut(128, Shapes(Shape("split", 512, 512, 4)), Shapes(Shape("split", 1024, 1024, 4))),
+    2048: Cut(4096, Shapes(Shape("split", 1024, 1024, 8)), Shapes(Shape("split", 1024, 1024, 4))),
+}
+"""Without counts. Narrower rows are one tile; wider ones are cut as those of 1024."""
+
+COMPACT = {
+    512: _always(_tile(512, 4)),
+    1024: Cut(2048, _tile(1024, 4), _tile(1024, 2)),
+    2048: _always(_tile(2048, 4)),
+    4096: Cut(
+        128, Shapes(Shape("tile", 4096, 4096, 4), Shape("walk", 2048, 128, 4)), _walk(512, 4)
+    ),
+    8192: Cut(128, _split(2048, 4), _walk(512, 4)),
+    16384: Cut(256, _split(4096, 4), _walk(2048, 4)),
+}
+"""Compacted. Narrower rows are one tile; wider ones are cut as those of 16384."""
+
+
+def shapes(spec: RemapSpec) -> Cut:
+    """The shapes of a configuration, by the operation and the width class."""
     width = max(spec.topk, 32)
-    if not spec.compact and not spec.counts:
-        few, many = min(width, 512), min(width, 1024)
-        return (
-            Shapes(Shape("split", few, few, _warps(few, 128))),
-            Shapes(Shape("split", many, many, _warps(many, 256))),
+    if spec.compact:
+        if width < 512:
+            return _always(_tile(width, _warps(width)))
+        # A thread of a tile of 4096 has 32 entries: as 64-bit numbers, too many for its registers.
+        small = spec.workspace or torch.int64 in (
+            spec.token_dtype,
+            spec.table_dtype,
+            spec.slot_dtype,
         )
-    if not spec.compact:
+        return COMPACT[min(width, 8192 if small else 16384)]
+    if spec.counts:
         tile = min(width, 4096)
         plan = "tile" if width <= tile else "walk"
-        one = Shapes(Shape(plan, tile, tile, _warps(tile, 256)))
-        return one, one
-    if width <= 2048:
-        warps = _warps(width, 256)
-        one = Shapes(Shape("tile", width, width, warps), Shape("tile", width, 0, warps))
-        return one, one
-    even = Shape("walk", 2048, 128, 4)
-    if width <= 4096:
-        one = Shapes(Shape("tile", 4096, 4096, 4), even)
-        return one, one
-    return (
-        Shapes(Shape("split", 2048, 2048, 4), Shape("split", 2048, 0, 4)),
-        Shapes(Shape("walk", 2048, 2048, 4), even),
-    )
+        return _always(Shapes(Shape(plan, tile, tile, _warps(tile))))
+    if width <= 512:
+        return _always(Shapes(Shape("split", width, width, _warps(2 * width))))
+    return PLAIN.get(width, PLAIN[1024])
 
 
-def _warps(tile: int, lanes: int) -> int:
-    return max(1, min(tile // lanes, 4))
+def _warps(tile: int) -> int:
+    """One warp for each 256 columns, 4 at most."""
+    return max(1, min(tile // 256, 4))
 
 
 @dataclass(frozen=True)
@@ -157,7 +200,7 @@ def remap_variants(spec: RemapSpec) -> tuple[Variant, ...]:
     """
     return tuple(
         remap_variant(spec, dense=dense, shape=shape)
-        for size in dict.fromkeys(shapes(spec))
+        for size in dict.fromkeys(shapes(spec)[1:])
         for dense, shape in ((False, size.general), (True, size.general), (True, size.even))
         if shape is not None
     )
