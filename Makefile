@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS := cli,test,test-kernels,dev
+EXTRAS := cli,plot,test,test-kernels,dev
 
 .PHONY: help demo test lint format clean
 help:

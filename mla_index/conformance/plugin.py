@@ -129,10 +129,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(job: Job) -> str:
-    """Jobs of one mode and dtypes use the same kernels; those of 16 GiB run one after another."""
+    """Jobs of one family, mode and dtypes share kernels; those of 16 GiB run one after another."""
     if job.id.startswith("fr26"):
         return "memory"
-    return job.id.partition(":")[2] or job.id
+    name, _, variant = job.id.partition(":")
+    return f"{name.rstrip('0123456789').split('-')[0].rstrip('0123456789')}:{variant}"
 
 
 _TARGETS = pytest.StashKey[list[Target]]()
