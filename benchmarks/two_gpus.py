@@ -73,6 +73,7 @@ def suite(options: argparse.Namespace, name: str) -> bool:
         scale=options.scale,
         pytest_args=["-k", options.select] if options.select else [],
         timeout=options.timeout,
+        workers=options.workers,
     )
     print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     return bool(record["passed"])
@@ -116,6 +117,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", action="append", help="repeat it (default: all four)")
     parser.add_argument("--interleave", action="append", type=int, help="repeat it (1 and 64)")
     parser.add_argument("--at-once", type=int, default=1, help="suites that run together (1)")
+    parser.add_argument("--workers", type=int, default=1, help="processes a suite (1)")
     parser.add_argument("--scale", choices=("small", "full"), help="(full)")
     parser.add_argument("-k", dest="select", help="tests of the suite, as pytest takes it (all)")
     parser.add_argument("--timeout", type=float, help="seconds for the suite of one backend")
