@@ -123,7 +123,7 @@ def triton_convert_req_index_to_global_index(
     except BackendError:
         raise
     except (TypeError, ValueError) as error:
-        raise AssertionError(_renamed(error)) from error
+        raise AssertionError(_renamed(error, _REMAP_NAMES)) from error
     return slots if counts is None else (slots, counts)
 
 
@@ -192,7 +192,7 @@ def triton_filter_and_convert_dcp_index(
     except BackendError:
         raise
     except (TypeError, ValueError) as error:
-        raise AssertionError(_renamed(error)) from error
+        raise AssertionError(_renamed(error, _REMAP_NAMES)) from error
     return slots if counts is None else (slots, counts)
 
 
@@ -221,7 +221,7 @@ def prepare_sparse_mla_safe_lengths(
     except BackendError:
         raise
     except (TypeError, ValueError) as error:
-        raise AssertionError(_renamed(error)) from error
+        raise AssertionError(_renamed(error, _LENGTH_NAMES)) from error
 
 
 def flat_kv_row_view(kv_cache: torch.Tensor, block_size: int) -> tuple[torch.Tensor, int]:
@@ -242,7 +242,7 @@ def flat_kv_row_view(kv_cache: torch.Tensor, block_size: int) -> tuple[torch.Ten
     except BackendError:
         raise
     except (TypeError, ValueError) as error:
-        raise AssertionError(_renamed(error)) from error
+        raise AssertionError(str(error)) from error
     num_blocks, _, head_dim = kv_cache.shape
     if num_blocks == 1:
         # There is no next block; vLLM takes the stride for its distance all the same.
@@ -327,13 +327,11 @@ def _refuse_ranks(size: int, rank: int, interleave: int, block_size: int) -> NoR
     )
 
 
-_NAMES = {
+_REMAP_NAMES = {
     "block_size": "BLOCK_SIZE",
     "block_stride_rows": "BLOCK_STRIDE_ROWS",
-    "counts": "valid_counts",
     "counts_out": "valid_counts_out",
     "request_rows": "idx_mapping",
-    "slots": "physical_indices",
     "workspace.rank_stride": "prefill_workspace_rank_stride",
     "workspace.request_ids": "prefill_workspace_request_ids",
     "workspace.starts": "prefill_workspace_starts",
@@ -341,10 +339,11 @@ _NAMES = {
     "Dcp.rank": "dcp_rank",
     "Dcp.size": "dcp_size",
 }
+_LENGTH_NAMES = {"counts": "valid_counts", "slots": "physical_indices"}
 """vLLM's names of what the operations name in their errors."""
 
-_NAMED = re.compile(r"(?<![\w.])(?:" + "|".join(map(re.escape, _NAMES)) + r")(?![\w.])")
 
-
-def _renamed(error: Exception) -> str:
-    return _NAMED.sub(lambda match: _NAMES[match[0]], str(error))
+def _renamed(error: Exception, names: dict[str, str]) -> str:
+    """The message of an error with vLLM's names of the arguments."""
+    named = rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?![\w.])"
+    return re.sub(named, lambda match: names[match[0]], str(error))

@@ -86,7 +86,7 @@ class Form:
 
 def _difference(name: str, parameters: tuple[Parameter, ...]) -> str | None:
     """How the parameters of a function differ from what was checked, or None."""
-    wanted = {p.name: p for p in inspect.signature(FUNCTIONS[name]).parameters.values()}
+    wanted = {p.name: p for p in _bare(FUNCTIONS[name])}
     given = {p.name: p for p in parameters}
     lacking = [p for p in wanted if p not in given and p not in OPTIONAL.get(name, ())]
     unknown = [p for p in given if p not in wanted]
@@ -100,18 +100,20 @@ def _difference(name: str, parameters: tuple[Parameter, ...]) -> str | None:
         if parameter.kind is not mine.kind:
             return f"takes {parameter.name} as {parameter.kind.description}"
         if (type(parameter.default), parameter.default) != (type(mine.default), mine.default):
-            return f"has {_shown(parameter)}, not {_shown(mine)}"
+            return f"has {parameter}, not {mine}"
     return None
 
 
-def _shown(parameter: Parameter) -> str:
-    return str(parameter.replace(annotation=Parameter.empty))
+def _bare(function: Callable[..., object]) -> tuple[Parameter, ...]:
+    """The parameters without annotations, which bind nobody."""
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.replace(annotation=Parameter.empty) for parameter in parameters)
 
 
 def form_of_module(module: ModuleType) -> Form:
     """The form of an imported `MODULE`."""
     parameters = {
-        name: tuple(inspect.signature(getattr(module, name)).parameters.values())
+        name: _bare(getattr(module, name))
         for name in FUNCTIONS
         if callable(getattr(module, name, None))
     }
