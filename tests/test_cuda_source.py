@@ -46,12 +46,12 @@ class Compiled(NamedTuple):
 
 
 def compile_for(architecture: int, variant: Variant) -> Compiled:
-    """Down to machine code; a warning is an error, and so is a spilled register where the numbers
-    of registers were chosen.
+    """Down to machine code; a warning is an error, and so is a spilled register where the number
+    of registers was chosen: for ordinary calls, which have more entries a thread, on sm_90.
     """
     assert not MISSING, MISSING
     options = [f"-arch=sm_{architecture}", "-Werror=all-warnings", *variant.options]
-    if architecture <= 90:
+    if architecture == 90 and dict(variant.defines).get("ITEMS", 4) > 4:
         options.append("--ptxas-options=--warn-on-spills")
     name = f"{variant.function}.cu".encode()
     program = checked(nvrtc.nvrtcCreateProgram(variant.source.encode(), name, 0, [], []))
@@ -186,7 +186,7 @@ def test_ordinary_entries_need_no_long_arithmetic() -> None:
 @needs_nvrtc
 def test_a_warning_is_seen() -> None:
     """The check of the check: an unused variable, and registers that cannot do."""
-    variant = remap_variants(RemapSpec(64, 512, compact=True))[0]
+    variant = remap_variants(RemapSpec(64, 512, compact=True))[1]
     with pytest.raises(AssertionError, match="was declared but never referenced"):
         compile_for(90, Planted(*variant, "__device__ void f() { int unused; }\n"))  # type: ignore[arg-type]
     assert "spilled" in compile_for(90, variant._replace(registers=16)).log

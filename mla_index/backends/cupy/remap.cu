@@ -292,14 +292,15 @@ __device__ __forceinline__ void load_tokens(
     }
 }
 
-// By intrinsics: an assignment of a vector may be compiled to four stores of a word.
+// By intrinsics: an assignment of a vector may be compiled to four stores of a word. Streamed: the
+// slots are read by another kernel, and the tokens and the table want the cache.
 __device__ __forceinline__ void store_part(slot_t* target, const slot_t (&slots)[PART]) {
 #if VECTOR && SLOT_BYTES == 4
     const int4 four = make_int4(slots[0], slots[1], slots[2], slots[3]);
-    __stwb(reinterpret_cast<int4*>(target), four);
+    __stcs(reinterpret_cast<int4*>(target), four);
 #elif VECTOR
-    __stwb(reinterpret_cast<longlong2*>(target), make_longlong2(slots[0], slots[1]));
-    __stwb(reinterpret_cast<longlong2*>(target) + 1, make_longlong2(slots[2], slots[3]));
+    __stcs(reinterpret_cast<longlong2*>(target), make_longlong2(slots[0], slots[1]));
+    __stcs(reinterpret_cast<longlong2*>(target) + 1, make_longlong2(slots[2], slots[3]));
 #else
     *target = slots[0];
 #endif
@@ -380,6 +381,41 @@ __device__ __forceinline__ uint32 spread(uint32 index) {
     return index + index / (128 / SLOT_BYTES);
 }
 
+// Valid entries of a warp's segment before this lane's share of each part, and in all.
+__device__ __forceinline__ void segment_ranks(
+    uint32 found, uint32 lane, uint32 (&before_part)[PARTS], uint32& in_segment) {
+    in_segment = 0;
+#if VECTOR
+    // One scan for all parts: a part has 128 columns, so its count fits the byte that it is given.
+    static_assert(PARTS <= 4, "a byte a part");
+    uint32 mine = 0;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        mine |= __popc(found >> (part * PART) & ((1u << PART) - 1)) << (8 * part);
+    }
+    uint32 upto = mine;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32 lower = __shfl_up_sync(ALL_LANES, upto, distance);
+        if (lane >= distance) upto += lower;
+    }
+    const uint32 totals = __shfl_sync(ALL_LANES, upto, 31);
+    const uint32 before = upto - mine;
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        before_part[part] = in_segment + (before >> (8 * part) & 255);
+        in_segment += totals >> (8 * part) & 255;
+    }
+#else
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) {
+        const uint32 lanes = __ballot_sync(ALL_LANES, found >> part & 1);
+        before_part[part] = in_segment + __popc(lanes & ((1u << lane) - 1));
+        in_segment += __popc(lanes);
+    }
+#endif
+}
+
 // Put the valid entries of a tile behind the `done` that came before, in order, and write whole
 // parts of the row; with the last tile also what is left and the padding.
 //
@@ -389,20 +425,9 @@ __device__ __forceinline__ void store_compact(
     const Params& p, int64 row, bool last, uint32 warp, uint32 lane, uint32 thread,
     uint32 threads, slot_t* shared, const slot_t (&slots)[ITEMS], uint32 found, int64& done,
     slot_t& left) {
-    // Valid entries of the warp's segment before this lane's part.
     uint32 before_part[PARTS];
-    uint32 in_segment = 0;
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        uint32 before = in_segment;
-#pragma unroll
-        for (int j = 0; j < PART; ++j) {
-            const uint32 lanes = __ballot_sync(ALL_LANES, found >> (part * PART + j) & 1);
-            before += __popc(lanes & ((1u << lane) - 1));
-            in_segment += __popc(lanes);
-        }
-        before_part[part] = before;
-    }
+    uint32 in_segment;
+    segment_ranks(found, lane, before_part, in_segment);
     uint32 before_warp, in_tile;
     row_sum(in_segment, warp, lane, before_warp, in_tile);
 
@@ -433,11 +458,12 @@ __device__ __forceinline__ void store_compact(
     const column_t width = last ? static_cast<column_t>(p.topk - start) : whole;
     slot_t* target = p.out + row * p.out_pitch + start;
     for (column_t column = thread * PART; column < width; column += threads * PART) {
+        // A part starts at a multiple of its length and so lies in one line of shared memory.
+        const slot_t* part = shared + spread(static_cast<uint32>(column));
         slot_t values[PART];
 #pragma unroll
         for (int j = 0; j < PART; ++j) {
-            values[j] = column + j < filled ? shared[spread(static_cast<uint32>(column) + j)]
-                                            : static_cast<slot_t>(p.pad);
+            values[j] = column + j < filled ? part[j] : static_cast<slot_t>(p.pad);
         }
         store_part(target + column, values);
     }
