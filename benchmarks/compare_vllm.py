@@ -53,7 +53,7 @@ DCP = (2, 4, 8)
 MOST_ENTRIES = 2**27
 HOST_ROWS, HOST_TOPK = 32, (2048, 4224)
 HOST_CALLS = 300
-ROUNDS, REPLAYS = 2, 4
+ROUNDS, REPLAYS = 3, 5
 NAMES = "auto, vLLM's names"
 
 
@@ -115,6 +115,9 @@ class Comparison:
     @property
     def provider(self) -> str:
         return f"vllm {self.version}"
+
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def note(
         self, metric: str, found: measure.Sample | float, operation: str, provider: str,
@@ -200,7 +203,7 @@ def compare(state: Comparison, arguments: argparse.Namespace) -> None:
         where = f"T = {rows}, K = {topk}"
         if rows * topk > MOST_ENTRIES:
             state.left_out.append(f"{where}: T * K is above 2**27")
-        elif time.monotonic() > state.deadline:
+        elif state.late():
             state.left_out.append(f"{where}: the {arguments.seconds:g} seconds were over")
         else:
             tell(where)
@@ -233,7 +236,7 @@ def one_shape(state: Comparison, sets: list[Inputs], arguments: argparse.Namespa
             named.append((key, graph([calls[provider] for calls in each])))
     for (name, provider, dcp), sample in zip(
         (key for key, _ in named),
-        measure.graph_times([graph for _, graph in named], ROUNDS),
+        measure.graph_times([graph for _, graph in named], ROUNDS, state.late),
         strict=True,
     ):
         state.note("gpu_us", sample, name, provider, first, dcp)

@@ -18,6 +18,7 @@ import tempfile
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -149,18 +150,20 @@ class _Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
         vars(module).update(self.given.get(spec.name, {}))
-        # PEP 562; dunder names are asked for by the import system and must be missing.
-        vars(module)["__getattr__"] = _missing
+        vars(module)["__getattr__"] = partial(self._attribute, spec.name)
         return module
+
+    def _attribute(self, module: str, name: str) -> Any:
+        """What `from module import name` gets where the module has no such name (PEP 562)."""
+        if name.startswith("__"):  # asked for by the import system
+            raise AttributeError(name)
+        submodule = f"{module}.{name}"
+        if submodule in self.real or submodule in self.given:
+            return importlib.import_module(submodule)
+        return stub(name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass
-
-
-def _missing(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return stub(name)
 
 
 def version_in(folder: Path) -> str:

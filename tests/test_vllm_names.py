@@ -476,6 +476,7 @@ REFUSED = {
     "token dtype": ({"token_indices": "int64"}, "token_indices must be torch.int32"),
     "rows": ({"req_id": "longer"}, "req_id and token_indices must cover the same tokens"),
     "columns": ({"NUM_TOPK_TOKENS": 256}, "NUM_TOPK_TOKENS"),
+    "one dimension": ({"token_indices": "flat"}, "NUM_TOPK_TOKENS"),
     "tiles": ({"BLOCK_N": 100}, r"NUM_TOPK_TOKENS \(128\) must be divisible by BLOCK_N \(100\)"),
     "tile": ({"BLOCK_N": 0}, "must be divisible by BLOCK_N"),
     "block size": ({"BLOCK_SIZE": 0}, "BLOCK_SIZE must be"),
@@ -526,6 +527,8 @@ def refused(function, changes, message, **keywords):
         change = given.pop(name, None)
         if change == "int64":
             tensors[name] = tensor.long()
+        if change == "flat":
+            tensors[name] = tensor[:, 0]
         if change == "longer":
             tensors[name] = torch.zeros(3, dtype=I32)
     with pytest.raises(AssertionError, match=message):

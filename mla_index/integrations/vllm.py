@@ -76,14 +76,15 @@ def triton_convert_req_index_to_global_index(
         AssertionError: a bad argument.
         BackendError: as `mla_index.remap`.
     """
-    dtype, topk = token_indices.dtype, token_indices.shape[1]
+    shape = token_indices.shape
     if (
-        dtype is not INT32
+        token_indices.dtype is not INT32
         or req_id.dtype is not INT32
         or block_table.dtype is not INT32
-        or topk != NUM_TOPK_TOKENS
+        or len(shape) != 2
+        or shape[1] != NUM_TOPK_TOKENS
         or BLOCK_N < 1
-        or topk % BLOCK_N
+        or NUM_TOPK_TOKENS % BLOCK_N
     ):
         _refuse_indices(req_id, block_table, token_indices, NUM_TOPK_TOKENS, BLOCK_N)
     if out is not None:
@@ -104,7 +105,7 @@ def triton_convert_req_index_to_global_index(
                 prefill_workspace_request_ids,
                 prefill_workspace_starts,
                 prefill_workspace_rank_stride,
-                token_indices,
+                shape[0],
             )
         slots, counts, _ = operations.remap(
             req_id,
@@ -151,7 +152,7 @@ def triton_filter_and_convert_dcp_index(
     number of this rank's slots in each row alone; `compact_valid_to_front` puts them first, in the
     order in which they came.
     """
-    topk = token_indices.shape[1]
+    shape = token_indices.shape
     if (
         not 0 <= dcp_rank < dcp_size
         or cp_kv_cache_interleave_size < 1
@@ -162,9 +163,10 @@ def triton_filter_and_convert_dcp_index(
         token_indices.dtype is not INT32
         or req_id.dtype is not INT32
         or block_table.dtype is not INT32
-        or topk != NUM_TOPK_TOKENS
+        or len(shape) != 2
+        or shape[1] != NUM_TOPK_TOKENS
         or BLOCK_N < 1
-        or topk % BLOCK_N
+        or NUM_TOPK_TOKENS % BLOCK_N
     ):
         _refuse_indices(req_id, block_table, token_indices, NUM_TOPK_TOKENS, BLOCK_N)
     try:
@@ -274,7 +276,7 @@ def _workspace(
     request_ids: torch.Tensor | None,
     starts: torch.Tensor | None,
     rank_stride: int | None,
-    token_indices: torch.Tensor,
+    num_tokens: int,
 ) -> PrefillWorkspace:
     if request_ids is None or starts is None:
         raise ValueError(
@@ -283,7 +285,6 @@ def _workspace(
         )
     _check_plain(request_ids, "prefill_workspace_request_ids")
     _check_plain(starts, "prefill_workspace_starts")
-    num_tokens = token_indices.shape[0]
     if request_ids.shape[0] > num_tokens:  # made for the whole batch, of which these rows are part
         request_ids = request_ids[:num_tokens]
     return PrefillWorkspace(request_ids, starts, rank_stride or 0)
@@ -309,7 +310,7 @@ def _refuse_indices(
     for name, tensor in given.items():
         if tensor.dtype is not INT32:
             raise AssertionError(f"{name} must be torch.int32, got {tensor.dtype}")
-    if token_indices.shape[1] != topk:
+    if token_indices.dim() != 2 or token_indices.shape[1] != topk:
         raise AssertionError(
             f"NUM_TOPK_TOKENS ({topk}) must be the number of columns of token_indices, "
             f"got shape {tuple(token_indices.shape)}"
