@@ -6,6 +6,7 @@
 // by lot runs as far as it can while the others stand still, its lanes last to first: what a
 // missing barrier leaves to chance comes out differently.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -44,15 +45,18 @@ ucontext_t scheduler;
 struct Meeting {
     unsigned arrived = 0, round = 0, kind = 0;
     unsigned ballot = 0, sum = 0, old_ballot = 0, old_sum = 0;
+    unsigned values[32] = {}, old_values[32] = {};
 
     void join(unsigned size, unsigned a_kind, unsigned lane, unsigned value) {
         if (arrived && kind != a_kind) fail("threads meet at different barriers or votes");
         kind = a_kind;
         ballot |= (value & 1) << lane;
         sum += value;
+        if (lane < 32) values[lane] = value;
         const unsigned mine = round;
         if (++arrived == size) {
             old_ballot = ballot, old_sum = sum;
+            std::copy(values, values + 32, old_values);
             arrived = ballot = sum = 0;
             ++round;
         }
@@ -78,6 +82,15 @@ unsigned __reduce_add_sync(unsigned, unsigned value) {
     warp().join(32, 4, lane_of(), value);
     return warp().old_sum;
 }
+unsigned __shfl_sync(unsigned, unsigned value, int lane) {
+    warp().join(32, 5, lane_of(), value);
+    return warp().old_values[lane];
+}
+unsigned __shfl_up_sync(unsigned, unsigned value, unsigned distance) {
+    warp().join(32, 6, lane_of(), value);
+    const unsigned lane = lane_of();
+    return lane < distance ? value : warp().old_values[lane - distance];
+}
 unsigned __popc(unsigned value) { return __builtin_popcount(value); }
 
 // --- what else the sources use ----------------------------------------------------------------
@@ -96,7 +109,7 @@ T __ldcs(const T* from) {
     return *from;
 }
 template <class T>
-void __stwb(T* to, T value) {
+void __stcs(T* to, T value) {
     if (reinterpret_cast<uintptr_t>(to) % sizeof(T)) fail("a misaligned vector is written");
     *to = value;
 }
