@@ -8,14 +8,14 @@ itself is what is run.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pytest
 
 SUITE = "mla_index.conformance"
 
-OPTIONS = {
+OPTIONS: dict[str, tuple[str, Any, str, str]] = {
     # option: (environment variable, default, how often, help)
     "--mla-backend": (
         "MLA_CONFORMANCE_BACKEND",

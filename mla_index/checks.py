@@ -103,22 +103,22 @@ def remap_fits(
     another tensor, for example, which it may well allow.
     """
     _, block_table, req_id, request_rows, token_limits, ws_request_ids, ws_starts = inputs
-    if block_table.dim() != 2:
-        return False
     shape = (rows,)
-    for vector in (req_id, token_limits, ws_request_ids):
-        if vector is not None and vector.shape != shape:
-            return False
-    for vector in (request_rows, ws_starts):
-        if vector is not None and vector.dim() != 1:
-            return False
-    for tensor in inputs:
-        if tensor is not None and tensor.device != device:
-            return False
+    if block_table.dim() != 2 or block_table.device != device:
+        return False
+    if req_id is not None and (req_id.shape != shape or req_id.device != device):
+        return False
+    if request_rows is not None or token_limits is not None or ws_request_ids is not None:
+        for vector in (token_limits, ws_request_ids):
+            if vector is not None and (vector.shape != shape or vector.device != device):
+                return False
+        for vector in (request_rows, ws_starts):
+            if vector is not None and (vector.dim() != 1 or vector.device != device):
+                return False
     out, counts_out, lengths_out = outputs
     if out is None and counts_out is None and lengths_out is None:
         return True
-    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs if tensor is not None}
+    taken = [tensor.untyped_storage().data_ptr() for tensor in inputs if tensor is not None]
     if out is not None:
         if out.shape != (rows, topk) or out.device != device:
             return False
@@ -126,18 +126,15 @@ def remap_fits(
         start = out.untyped_storage().data_ptr()
         if step != 1 or pitch < topk or start in taken:
             return False
-        taken.add(start)
+        taken.append(start)
     for vector in (counts_out, lengths_out):
         if vector is not None:
-            start = vector.untyped_storage().data_ptr()
-            if (
-                vector.shape != shape
-                or vector.device != device
-                or vector.stride() == (0,)
-                or start in taken
-            ):
+            if vector.shape != shape or vector.device != device or vector.stride() == (0,):
                 return False
-            taken.add(start)
+            start = vector.untyped_storage().data_ptr()
+            if start in taken:
+                return False
+            taken.append(start)
     return True
 
 

@@ -1,4 +1,4 @@
-"""A backend as a stranger would write it: one module, plain loops, nothing of ours but the registry.
+"""A backend as a stranger would write it: one module, plain loops, only the registry of ours.
 
 It is installed as a package of its own by `test_plugins.py`, and registered by other tests.
 """

@@ -20,20 +20,28 @@ limits = Limits(operations=("remap", "safe_lengths"), devices=("cuda",))
 
 def unavailable(device: torch.device, *, probe: bool) -> str | None:
     """Whether CuPy is there, and with `probe` whether a kernel compiles, runs and is right."""
-    if device.type != "cuda":
-        return f"device type {device.type} is not served; it serves cuda"
-    if torch.version.hip:
-        return f"torch {torch.__version__} is built for ROCm; NVRTC compiles for NVIDIA devices"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
-    if find_spec("cupy") is None:
-        package = f"cupy-cuda{torch.version.cuda.partition('.')[0]}x"
-        return f"CuPy is not installed; {package} is the package for this torch's CUDA"
-    if not probe:
-        return None
+    served = device.type == "cuda"
+    reasons = [] if served else [f"device type {device.type} is not served; it serves cuda"]
+    reasons += _missing()
+    if reasons or not probe:
+        return "; ".join(reasons) or None
     from mla_index.backends.cupy import probing
 
     return probing.failure(device)
+
+
+def _missing() -> list[str]:
+    """What this machine lacks, as far as it can be told without touching a device."""
+    if torch.version.hip:
+        return [f"torch {torch.__version__} is built for ROCm; NVRTC compiles for NVIDIA devices"]
+    missing = []
+    if torch.version.cuda is None:
+        missing.append(f"torch {torch.__version__} is built without CUDA")
+    if find_spec("cupy") is None:
+        major = (torch.version.cuda or "").partition(".")[0]
+        package = f"cupy-cuda{major}x" if major else "cupy-cuda12x or cupy-cuda13x"
+        missing.append(f"CuPy is not installed (the package is {package})")
+    return missing
 
 
 def unsupported(op: str, spec: Spec) -> str | None:
