@@ -1,4 +1,4 @@
-"""The page of evidence, made from the records of conformance runs.
+"""The page of evidence, made from the records of conformance and sanitizer runs.
 
 `python -m mla_index.conformance.evidence benchmarks/results docs/evidence.md` writes it.
 """
@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mla_index import registry
+
 HEAD = """# Evidence
 
 What the conformance suite was seen to do on real devices. This page is generated from the records
-`benchmarks/results/conformance-*.json`, which `mla-index conformance --all --json FILE` writes, by
+`benchmarks/results/conformance-*.json` (`mla-index conformance --all --json FILE`) and
+`sanitizer-*.json` (`benchmarks/sanitize.py`), by
 
 ```console
 $ python -m mla_index.conformance.evidence benchmarks/results docs/evidence.md
@@ -25,19 +28,41 @@ longer those of a record (their hash is in it).
 """
 
 
-def records(folder: Path) -> dict[str, dict[str, Any]]:
+def records(folder: Path, kind: str = "conformance") -> dict[str, dict[str, Any]]:
     """The records of a folder by file name, in the order of their names."""
     return {
         path.name: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(folder.glob("conformance-*.json"))
+        for path in sorted(folder.glob(f"{kind}-*.json"))
     }
 
 
-def page(found: dict[str, dict[str, Any]]) -> str:
+def passed_on_a_card(found: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """For each built-in backend the conformance records in which it passed, whole, on a card."""
+    return {
+        name: [
+            file
+            for file, record in found.items()
+            if record["card"]
+            and record["backends"].get(name, {}).get("status") == "passed"
+            and record["backends"][name]["scale"] == "full"
+        ]
+        for name in registry.BUILT_IN
+    }
+
+
+def page(folder: Path) -> str:
     """The page in Markdown."""
-    return "\n".join(
-        [HEAD, *(section for name, r in found.items() for section in _section(name, r))]
-    )
+    found = records(folder)
+    lines = [HEAD, "| backend | whole suite passed on a card, at full scale |", "|---|---|"]
+    for name, files in passed_on_a_card(found).items():
+        told = ", ".join(f"`{file}`" for file in files) or "**not recorded yet**"
+        lines.append(f"| {name} | {told} |")
+    lines.append("")
+    for name, record in found.items():
+        lines += _section(name, record)
+    for name, record in records(folder, "sanitizer").items():
+        lines += _sanitizer(name, record)
+    return "\n".join(lines)
 
 
 def _section(name: str, record: dict[str, Any]) -> Iterable[str]:
@@ -68,12 +93,25 @@ def _section(name: str, record: dict[str, Any]) -> Iterable[str]:
     yield ""
 
 
+def _sanitizer(name: str, record: dict[str, Any]) -> Iterable[str]:
+    yield f"## compute-sanitizer, {record['card']}, {record['date'][:10]}\n"
+    yield f"- record: `benchmarks/results/{name}`, sources `{record['source_hash'][:16]}`"
+    yield "- `planted`: a write beyond its view, made on purpose, which must be found\n"
+    yield "| backend | check | cases | errors | as it should be |"
+    yield "|---|---|---:|---:|---|"
+    for run in record["runs"]:
+        what = f"{run['check']}, planted" if run["planted"] else run["check"]
+        right = "yes" if run["as_it_should_be"] else "**no**"
+        yield f"| {run['backend']} | {what} | {run['cases']} | {run['errors']} | {right} |"
+    yield ""
+
+
 def main() -> None:
     """Write the page: arguments are the folder of the records and the file of the page."""
     if len(sys.argv) != 3:
         sys.exit(f"usage: {Path(sys.argv[0]).name} FOLDER PAGE")
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
-    target.write_text(page(records(folder)), encoding="utf-8")
+    target.write_text(page(folder), encoding="utf-8")
 
 
 if __name__ == "__main__":
