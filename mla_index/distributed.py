@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mla_index.specs import integer
-
 
 class Place(NamedTuple):
     """A process among others: `rank` of `size`."""
@@ -68,7 +66,6 @@ def _dimension(mesh: DeviceMesh, mesh_dim: str | int | None) -> int:
                 f"({', '.join(names) or 'they have no names'}), got {mesh_dim!r}"
             )
         return names.index(mesh_dim)
-    dim = integer(mesh_dim, "mesh_dim")
-    if not -mesh.ndim <= dim < mesh.ndim:
-        raise ValueError(f"mesh_dim must be in [{-mesh.ndim}, {mesh.ndim}), got {dim}")
-    return dim % mesh.ndim
+    if not -mesh.ndim <= mesh_dim < mesh.ndim:
+        raise ValueError(f"mesh_dim must be in [{-mesh.ndim}, {mesh.ndim}), got {mesh_dim}")
+    return mesh_dim % mesh.ndim

@@ -119,6 +119,8 @@ class Dcp:
         """
         from mla_index import distributed
 
+        if mesh_dim is not None and not isinstance(mesh_dim, str):
+            mesh_dim = integer(mesh_dim, "mesh_dim")
         return cls(*distributed.of_mesh(mesh, mesh_dim), interleave)
 
 
