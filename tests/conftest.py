@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,13 @@ from mla_index import registry
 
 PROJECT = Path(__file__).resolve().parent.parent
 SHARED = PROJECT.parent / "shared"
+
+
+def needed(package: str) -> Any:
+    """A package that CI must have; elsewhere tests are skipped without it."""
+    if os.environ.get("CI"):
+        return importlib.import_module(package)
+    return pytest.importorskip(package, reason=f"{package} is not installed")
 
 
 @pytest.fixture(autouse=True)

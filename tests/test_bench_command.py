@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import needed
 from typer.testing import CliRunner
 
 from mla_index.cli import bench as command
@@ -30,7 +31,7 @@ def test_tables_for_people_and_a_record(tmp_path):
 
 
 def test_a_plot(tmp_path):
-    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    needed("matplotlib")
     path = tmp_path / "bench.png"
     result = bench(*TINY, "--plot", path)
     assert result.exit_code == 0, result.output

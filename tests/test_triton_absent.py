@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import needed
 
 MISSING = {
     # An importer that knows no triton, as on a machine where it was never installed.
@@ -157,7 +158,7 @@ def test_a_driver_of_another_device_type_is_refused(tmp_path: Path) -> None:
 
 
 def test_on_the_cpu_the_interpreter_is_for_those_who_name_it(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
+    needed("triton")
     off = machine(tmp_path, {})
     assert "TRITON_INTERPRET=1 is not set" in off["cpu"]["reason"]
     assert "TRITON_INTERPRET=1 is not set" in off["named"]

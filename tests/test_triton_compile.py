@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needed
 
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-variants = pytest.importorskip("mla_index.backends.triton.variants")
+triton = needed("triton")
+variants = needed("mla_index.backends.triton.variants")
 
 if not isinstance(variants.kernels.remap, triton.JITFunction):
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)

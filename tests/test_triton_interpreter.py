@@ -13,8 +13,9 @@ import sys
 import textwrap
 
 import pytest
+from conftest import needed
 
-pytest.importorskip("triton", reason="triton is not installed")
+needed("triton")
 
 SWEEP = """
     import itertools, json
