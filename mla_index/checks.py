@@ -143,6 +143,12 @@ def remap_tensors(inputs: Inputs, outputs: Outputs, in_place: bool) -> None:
 
     With `in_place`, `out` may be `token_indices` itself.
     """
+    given, written = remap_shapes(inputs, outputs)
+    refuse_overlap(written, given, in_place)
+
+
+def remap_shapes(inputs: Inputs, outputs: Outputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Refuse wrong shapes, devices and strides; the tensors that there are, read and written."""
     given = {name: t for name, t in zip(INPUT_NAMES, inputs, strict=True) if t is not None}
     written = {name: t for name, t in zip(OUTPUT_NAMES, outputs, strict=True) if t is not None}
     rows, topk = given["token_indices"].shape
@@ -161,7 +167,7 @@ def remap_tensors(inputs: Inputs, outputs: Outputs, in_place: bool) -> None:
     for name, tensor in written.items():
         output(tensor, name, (rows, topk) if name == "out" else (rows,))
     same_device({**given, **written}, "token_indices")
-    refuse_overlap(written, given, in_place)
+    return given, written
 
 
 def safe_lengths_fit(slots: Tensor, counts: Tensor, out: Tensor | None) -> bool:
@@ -187,6 +193,12 @@ def safe_lengths_fit(slots: Tensor, counts: Tensor, out: Tensor | None) -> bool:
 
 def safe_lengths_tensors(slots: Tensor, counts: Tensor, out: Tensor | None) -> None:
     """Refuse wrong shapes, devices, strides and overlaps of the tensors of `safe_lengths`."""
+    written = safe_lengths_shapes(slots, counts, out)
+    refuse_overlap(written, {"counts": counts}, in_place=False)
+
+
+def safe_lengths_shapes(slots: Tensor, counts: Tensor, out: Tensor | None) -> dict[str, Tensor]:
+    """Refuse wrong shapes, devices and strides; the tensors that are written."""
     dimensions(slots, 2, "slots", "[T, K]")
     dimensions(counts, 1, "counts", "[T]")
     rows, topk = slots.shape
@@ -206,7 +218,7 @@ def safe_lengths_tensors(slots: Tensor, counts: Tensor, out: Tensor | None) -> N
         output(out, "out", (rows,))
         written["out"] = out
     same_device({**written, "counts": counts}, "slots")
-    refuse_overlap(written, {"counts": counts}, in_place=False)
+    return written
 
 
 def same_device(tensors: dict[str, Tensor], reference: str) -> None:

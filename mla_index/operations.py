@@ -8,6 +8,7 @@ launches. `docs/operations.md` has the formulas.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -69,6 +70,17 @@ class _Plan:
 
 _plans: dict[tuple[object, ...], _Plan] = {}
 selector.on_change(_plans.clear)
+
+# Constants to a compiler, which so sees one branch only. `is_compiling` is no answer: it is true in
+# every thread while one of them compiles.
+_compiling, _exporting = torch.compiler.is_dynamo_compiling, torch.compiler.is_exporting
+
+
+def _traced() -> ModuleType:
+    """The operations as a compiler traces them; an eager call never imports them."""
+    from mla_index import torch_library
+
+    return torch_library
 
 
 def remap(
@@ -132,7 +144,8 @@ def remap(
         BackendUnavailable, BackendUnsupported, UnknownBackend: no backend can serve the call.
         NotWarm: a first use inside a CUDA graph capture.
     """
-    return _remap(
+    run = _traced().remap if _compiling() or _exporting() else _remap
+    return run(
         "remap", req_id, block_table, token_indices, block_size, block_stride_rows, request_rows,
         token_limits, workspace, dcp, num_slots, compact, counts, safe_lengths, pad, out_dtype,
         out, counts_out, lengths_out, backend,
@@ -170,7 +183,8 @@ def dcp_filter(
     """
     if dcp is None:
         raise TypeError("dcp must be a mla_index.Dcp, got NoneType")
-    return _remap(
+    run = _traced().remap if _compiling() or _exporting() else _remap
+    return run(
         "dcp_filter", req_id, block_table, token_indices, block_size, block_stride_rows,
         request_rows, token_limits, workspace, dcp, num_slots, compact, counts, safe_lengths, pad,
         out_dtype, out, counts_out, lengths_out, backend,
@@ -226,11 +240,11 @@ def _remap(
     except (AttributeError, TypeError, ValueError):
         key = plan = None  # an argument is not what it should be: the plan's checks say which
     if plan is None:
-        plan = _plan_remap(
-            op, req_id, block_table, token_indices, block_size, request_rows, token_limits,
-            workspace, dcp, compact, counts, safe_lengths, out_dtype, out, counts_out,
-            lengths_out, backend,
+        spec = remap_spec(
+            req_id, block_table, token_indices, block_size, request_rows, token_limits, workspace,
+            dcp, compact, counts, safe_lengths, out_dtype, out, counts_out, lengths_out,
         )  # fmt: skip
+        plan = _Plan(op, spec, token_indices.device, backend)
         if key is not None:
             _plans[key] = plan
 
@@ -290,8 +304,7 @@ def _refuse_flags(**flags: object) -> NoReturn:
     raise AssertionError("unreachable: one of the flags is no bool")
 
 
-def _plan_remap(
-    op: str,
+def remap_spec(
     req_id: Tensor | None,
     block_table: Tensor,
     token_indices: Tensor,
@@ -307,8 +320,8 @@ def _plan_remap(
     out: Tensor | None,
     counts_out: Tensor | None,
     lengths_out: Tensor | None,
-    backend: Names,
-) -> _Plan:
+    topk: int | None = None,
+) -> RemapSpec:
     """Check what the configuration fixes: types, dtypes and the parameters of the kernel."""
     checks.index_tensor(block_table, "block_table")
     checks.index_tensor(token_indices, "token_indices")
@@ -332,26 +345,21 @@ def _plan_remap(
     for name, tensor in (("counts_out", counts_out), ("lengths_out", lengths_out)):
         if tensor is not None:
             checks.output_dtype(tensor, name, torch.int32)
-    return _Plan(
-        op,
-        RemapSpec(
-            block_size=block_size,
-            topk=token_indices.shape[1],
-            token_dtype=token_indices.dtype,
-            table_dtype=block_table.dtype,
-            slot_dtype=_slot_dtype(token_indices, out, out_dtype),
-            dcp_size=1 if dcp is None else dcp.size,
-            dcp_interleave=1 if dcp is None else dcp.interleave,
-            compact=compact,
-            counts=counts or counts_out is not None,
-            safe_lengths=safe_lengths or lengths_out is not None,
-            req_id=req_id is not None,
-            request_rows=request_rows is not None,
-            token_limits=token_limits is not None,
-            workspace=workspace is not None,
-        ),
-        token_indices.device,
-        backend,
+    return RemapSpec(
+        block_size=block_size,
+        topk=token_indices.shape[1] if topk is None else topk,
+        token_dtype=token_indices.dtype,
+        table_dtype=block_table.dtype,
+        slot_dtype=_slot_dtype(token_indices, out, out_dtype),
+        dcp_size=1 if dcp is None else dcp.size,
+        dcp_interleave=1 if dcp is None else dcp.interleave,
+        compact=compact,
+        counts=counts or counts_out is not None,
+        safe_lengths=safe_lengths or lengths_out is not None,
+        req_id=req_id is not None,
+        request_rows=request_rows is not None,
+        token_limits=token_limits is not None,
+        workspace=workspace is not None,
     )
 
 
@@ -390,6 +398,8 @@ def safe_lengths(
         BackendUnavailable, BackendUnsupported, UnknownBackend: no backend can serve the call.
         NotWarm: a first use inside a CUDA graph capture.
     """
+    if _compiling() or _exporting():
+        return _traced().safe_lengths(slots, counts, out, backend)  # type: ignore[no-any-return]
     if type(backend) is not str:
         backend = selector.names(backend)
     key: tuple[object, ...] | None
@@ -443,6 +453,8 @@ def flat_row_view(kv_cache: Tensor, block_size: int, *, backend: Names = "auto")
         UnknownBackend: the argument names no backend. No setting makes the view fail.
     """
     size = checks.dense_rows(kv_cache, block_size)
+    if _compiling() or _exporting():
+        return _traced().flat_row_view(kv_cache, size, backend)  # type: ignore[no-any-return]
     selector.check_names(backend)
     try:
         launch = selector.choose("flat_row_view", None, kv_cache.device, backend).kernel.launch

@@ -74,6 +74,9 @@ _unavailable: dict[tuple[str, torch.device], str | None] = {}
 _logged: set[tuple[str, str, str]] = set()
 _listeners: list[Callable[[], None]] = []
 _launches: list[Launch] | None = None
+_blocks_lock = threading.Lock()
+_blocks = 0  # of `use_backend`, that any thread is in
+_overridden = False  # whether there are: a compiler guards by this bool, not by their number
 
 
 override = _override.get
@@ -108,8 +111,8 @@ def _registry_changed() -> None:
 
 def _after_fork() -> None:
     """A child has no right to its parent's kernels and verdicts (the device is lost to it)."""
-    global _lock
-    _lock = threading.RLock()
+    global _lock, _blocks_lock
+    _lock, _blocks_lock = threading.RLock(), threading.Lock()
     _kernels.clear()
     _unavailable.clear()
     _forget_choices()
@@ -140,12 +143,27 @@ def use_backend(backend: Names) -> Iterator[None]:
 
     Raises:
         UnknownBackend: a name that no backend has.
+        RuntimeError: entered in code that is being compiled or exported.
     """
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        raise RuntimeError(
+            "use_backend cannot be entered in compiled code: enter it around the call of the "
+            "compiled function, or give the operation its argument backend="
+        )
     token = _override.set(_request(backend) or ("auto",))
+    _count_block(1)
     try:
         yield
     finally:
+        _count_block(-1)
         _override.reset(token)
+
+
+def _count_block(step: int) -> None:
+    global _blocks, _overridden
+    with _blocks_lock:
+        _blocks += step
+        _overridden = _blocks > 0
 
 
 def reload_environment() -> None:
@@ -394,6 +412,25 @@ def _log_first_use(op: str, device: torch.device, choice: Choice) -> None:
             choice.backend,
             f" (skipped {skipped})" if skipped else "",
         )
+
+
+# --- for a compiler, which guards its code by the plain values that it reads ----------------------
+
+
+def overridden() -> bool:
+    """Whether any thread is in a `use_backend` block; a context variable cannot be guarded."""
+    return _overridden
+
+
+def in_force() -> tuple[tuple[str, ...] | None, tuple[str, ...], tuple[str, ...]]:
+    """What the choice depends on besides the argument and `use_backend`."""
+    environment = _settings or _environment()
+    return _default, environment.backend, environment.block
+
+
+def only_torch(op: str, device: torch.device, backend: Names) -> bool:
+    """Whether the names asked for leave nothing but torch, whatever the configuration."""
+    return _order(op, _requested(backend)[0], device) == ("torch",)
 
 
 # --- questions ----------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ def integer(value: object, name: str) -> int:
     A tensor on a device is refused although it has `__index__`: reading it would wait for the
     device, and no call ever synchronises.
     """
+    if type(value) is int:  # to a compiler also one that it keeps as a symbol
+        return value
     on_device = isinstance(value, Tensor) and value.device.type != "cpu"
     boolean = isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
     if not (on_device or boolean):

@@ -24,5 +24,5 @@ def flat_row_view(kv_cache: Tensor, block_size: int) -> FlatRows:
     num_blocks, rows_per_block, head_dim = kv_cache.shape
     block_stride_rows = kv_cache.stride(0) // head_dim if num_blocks > 1 else rows_per_block
     num_rows = (num_blocks - 1) * block_stride_rows + block_size if num_blocks else 0
-    rows = kv_cache.as_strided((num_rows, head_dim), (head_dim, 1), kv_cache.storage_offset())
+    rows = kv_cache.as_strided((num_rows, head_dim), (head_dim, 1))
     return FlatRows(rows, block_stride_rows)

@@ -154,7 +154,7 @@ def _entries(block_table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """
     (rows, columns), (row_stride, column_stride) = block_table.shape, block_table.stride()
     span = (rows - 1) * row_stride + (columns - 1) * column_stride + 1
-    flat = block_table.as_strided((span,), (1,), block_table.storage_offset())
+    flat = block_table.as_strided((span,), (1,))  # at the offset of the view
     if span > DTYPE_MAX[row.dtype]:
         row = row.long()
     index = (row * row_stride)[:, None].add(column, alpha=column_stride)
@@ -169,7 +169,7 @@ def _paged_slots(
     `entry * stride + offset <= last_slot` is decided without the product, by comparing block and
     offset.
     """
-    last_block, last_offset = divmod(last_slot, block_stride_rows)
+    last_block, last_offset = last_slot // block_stride_rows, last_slot % block_stride_rows
     if last_block > DTYPE_MAX[entry.dtype]:  # no entry reaches the block where the offset decides
         last_block, last_offset = DTYPE_MAX[entry.dtype], block_stride_rows - 1
     if last_offset >= spec.block_size - 1:
