@@ -33,9 +33,16 @@ OUTPUT_NAMES = ("out", "counts_out", "lengths_out")
 
 def index_tensor(value: object, name: str) -> None:
     """Refuse what is not an int32 or int64 tensor."""
+    index_dtype(_strided(value, name).dtype, f"{name}.dtype")
+
+
+def _strided(value: object, name: str) -> Tensor:
+    """The tensor, if it is one and its elements have strides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    index_dtype(value.dtype, f"{name}.dtype")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got the layout {value.layout}")
+    return value
 
 
 def flag(value: object, name: str) -> None:
@@ -54,8 +61,7 @@ def integer_in(value: object, name: str, low: int, high: int) -> int:
     """`value` as an int within `[low, high]`."""
     number = integer(value, name)
     if not low <= number <= high:
-        taken = f"in [{low}, {high}]" if high < INT64_MAX else f"at least {low}"
-        raise ValueError(f"{name} must be {taken}, got {number}")
+        raise ValueError(f"{name} must be in [{low}, {high}], got {number}")
     return number
 
 
@@ -79,7 +85,7 @@ def pad_value(value: object, dtype: torch.dtype) -> int:
 
 
 def rank_stride(stride: int, size: int) -> int:
-    """`workspace.rank_stride`, if every rank's part has an address."""
+    """`workspace.rank_stride`, if every rank's part has an address in 64 bits."""
     if size * stride > INT64_MAX:
         raise ValueError(
             f"dcp.size * workspace.rank_stride must be below 2**63, got {size} * {stride}"
@@ -91,7 +97,10 @@ def last_row(value: object, name: str, dtype: torch.dtype) -> int:
     """The largest slot that a bound (or None) leaves in `dtype`."""
     if value is None:
         return DTYPE_MAX[dtype]
-    return min(integer_in(value, name, 0, INT64_MAX) - 1, DTYPE_MAX[dtype])
+    bound = integer(value, name)
+    if bound < 0:
+        raise ValueError(f"{name} must be at least 0, got {bound}")
+    return min(bound - 1, DTYPE_MAX[dtype])
 
 
 def remap_fits(
@@ -233,10 +242,9 @@ def same_device(tensors: dict[str, Tensor], reference: str) -> None:
 
 def output_dtype(value: object, name: str, dtype: torch.dtype) -> None:
     """Refuse an output that is not a tensor of `dtype`."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    if value.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {value.dtype}")
+    found = _strided(value, name).dtype
+    if found != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {found}")
 
 
 def output(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
@@ -288,13 +296,12 @@ def _same_view(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def dense_rows(kv_cache: object, block_size: object) -> int:
+def dense_rows(cache: object, block_size: object) -> int:
     """`block_size` as an int, if `kv_cache` can be viewed as flat rows.
 
     A dimension of size one or less has no next element, so its stride says nothing.
     """
-    if not isinstance(kv_cache, Tensor):
-        raise TypeError(f"kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
+    kv_cache = _strided(cache, "kv_cache")
     dimensions(kv_cache, 3, "kv_cache", "[num_blocks, rows_per_block, head_dim]")
     num_blocks, rows_per_block, head_dim = kv_cache.shape
     strides = kv_cache.stride()

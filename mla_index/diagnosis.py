@@ -104,7 +104,7 @@ def diagnose(
     gathered = no if workspace is None else workspace.request_ids >= 0
     known = no if workspace is None else workspace.request_ids < workspace.starts.shape[0]
     allocated = torch.ones_like(slots, dtype=torch.bool)
-    if block_table.numel():
+    if 0 not in block_table.shape:
         within = (block >= 0) & (block < block_table.shape[1])
         allocated = block_table[row.long()[:, None], block.masked_fill(~within, 0)] >= 0
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mla_index import checks, selector, views
-from mla_index.errors import UnknownBackend
 from mla_index.selector import Names
 from mla_index.specs import (
     DTYPE_MAX,
@@ -176,8 +175,8 @@ def dcp_filter(
 ) -> Remapped:
     """This rank's share of a global selection: `remap` under `dcp`, compacted and counted.
 
-    The valid sets of all ranks partition the valid global selection, and each keeps its order.
-    `block_table` is this rank's own, covering its share of each request.
+    For paged rows, with each rank's own `block_table` covering its share of each request, the valid
+    sets of all ranks partition the valid global selection, and each keeps the row's order.
 
     Args, returns, raises: as `remap`.
     """
@@ -230,8 +229,10 @@ def _remap(
             None if req_id is None else req_id.dtype,
             None if request_rows is None else request_rows.dtype,
             None if token_limits is None else token_limits.dtype,
-            None if workspace is None else (workspace.request_ids.dtype, workspace.starts.dtype),
-            None if dcp is None else (dcp.size, dcp.interleave),
+            None if workspace is None else (
+                type(workspace), workspace.request_ids.dtype, workspace.starts.dtype
+            ),
+            None if dcp is None else (type(dcp), dcp.size, dcp.interleave),
             None if out is None else out.dtype,
             None if counts_out is None else counts_out.dtype,
             None if lengths_out is None else lengths_out.dtype,
@@ -263,7 +264,7 @@ def _remap(
         block_stride_rows = block_size
     elif type(block_stride_rows) is not int or not block_size <= block_stride_rows <= INT32_MAX:
         block_stride_rows = checks.block_stride(block_stride_rows, block_size)
-    if pad != -1 or type(pad) is not int:
+    if type(pad) is not int or pad != -1:
         pad = checks.pad_value(pad, slot_dtype)
     last_slot = last_ws_row = DTYPE_MAX[slot_dtype]
     if num_slots is not None:
@@ -345,6 +346,8 @@ def remap_spec(
     for name, tensor in (("counts_out", counts_out), ("lengths_out", lengths_out)):
         if tensor is not None:
             checks.output_dtype(tensor, name, torch.int32)
+    if lengths_out is not None and not compact:
+        raise ValueError("lengths_out asks for safe_lengths, which needs compact=True")
     return RemapSpec(
         block_size=block_size,
         topk=token_indices.shape[1] if topk is None else topk,
@@ -437,8 +440,8 @@ def flat_row_view(kv_cache: Tensor, block_size: int, *, backend: Names = "auto")
     """The paged cache as rows `[num_rows, head_dim]`: a view, never a copy.
 
     Row `b * block_stride_rows + i` is token `i` of block `b`; pages of other layers between the
-    blocks are rows that no slot names. The view holds the block's first `block_size` rows of the
-    last block, and the storage offset is kept.
+    blocks are rows that no slot names. Of the last block the view holds only the first `block_size`
+    rows. The storage offset is kept.
 
     Args:
         kv_cache: `[num_blocks, rows_per_block, head_dim]`, any dtype, rows dense.
@@ -455,9 +458,11 @@ def flat_row_view(kv_cache: Tensor, block_size: int, *, backend: Names = "auto")
     size = checks.dense_rows(kv_cache, block_size)
     if _compiling() or _exporting():
         return _traced().flat_row_view(kv_cache, size, backend)  # type: ignore[no-any-return]
-    selector.check_names(backend)
-    try:
+    if selector.names(backend) != ("auto",):
         launch = selector.choose("flat_row_view", None, kv_cache.device, backend).kernel.launch
-    except UnknownBackend:  # from a setting, which must not stand in the way of a view
+        return launch(kv_cache, size)  # type: ignore[return-value]
+    try:
+        launch = selector.choose("flat_row_view", None, kv_cache.device, "auto").kernel.launch
+    except Exception:  # whatever a setting leads to, it must not stand in the way of a view
         launch = views.flat_row_view
     return launch(kv_cache, size)  # type: ignore[return-value]

@@ -20,8 +20,10 @@ def overlaps(a: Tensor, b: Tensor) -> bool:
     whether an element address of one equals one of the other, which is a bounded linear equation:
     `sum(stride * index) = difference of the starts`, with a window for the bytes of an element.
     """
-    if storage_start(a) != storage_start(b) or a.numel() == 0 or b.numel() == 0:
+    if 0 in a.shape or 0 in b.shape or storage_start(a) != storage_start(b):
         return False
+    if a.device.type == "meta":  # no addresses: every one is 0
+        return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
     # Reversing b's indices makes every coefficient positive; equal coefficients are one variable.
     ranges = {1: a.element_size() + b.element_size() - 2}
     target = b.data_ptr() - a.data_ptr() + b.element_size() - 1

@@ -26,7 +26,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from mla_index.errors import InvalidBackend, UnknownBackend
-from mla_index.specs import INDEX_DTYPES, RemapSpec, SafeLengthsSpec, Spec
+from mla_index.specs import (
+    INDEX_DTYPES,
+    RemapSpec,
+    SafeLengthsSpec,
+    Spec,
+    integer,
+    width_class,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -47,8 +54,8 @@ LAUNCH_PARAMETERS: dict[str, tuple[str, ...]] = {
         "block_table",  # [R, W]
         "token_indices",  # [T, K]
         "out",  # [T, K], last stride 1 where K > 1; may be token_indices when not compact
-        "counts",  # int32 [T]; None unless spec.counts
-        "lengths",  # int32 [T]; None unless spec.safe_lengths
+        "counts",  # int32 [T], any stride but 0; None unless spec.counts
+        "lengths",  # int32 [T], any stride but 0; None unless spec.safe_lengths
         "request_rows",  # [n] or None
         "token_limits",  # [T] or None
         "ws_request_ids",  # [T] or None
@@ -60,7 +67,11 @@ LAUNCH_PARAMETERS: dict[str, tuple[str, ...]] = {
         "last_ws_row",  # the same for a workspace row
         "pad",  # fits spec.slot_dtype
     ),
-    "safe_lengths": ("slots", "counts", "lengths"),
+    "safe_lengths": (
+        "slots",  # [T, K], any strides but 0; column 0 is written where counts <= 0
+        "counts",  # [T]
+        "lengths",  # [T] of counts' dtype, any stride but 0
+    ),
     "flat_row_view": ("kv_cache", "block_size"),
 }
 """The kernels that a backend can declare, and what `Kernel.launch` is called with, positionally.
@@ -106,6 +117,19 @@ class Limits:
     devices: tuple[str, ...] | None
     dtypes: tuple[torch.dtype, ...] = INDEX_DTYPES
     max_topk: int | None = None
+
+    def __post_init__(self) -> None:
+        tuples = {"operations": str, "dtypes": torch.dtype}
+        if self.devices is not None:
+            tuples["devices"] = str
+        for field, kind in tuples.items():
+            value = getattr(self, field)
+            if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
+                raise TypeError(f"Limits.{field} must be a tuple of {kind.__name__}, got {value!r}")
+        if self.max_topk is not None and width_class(integer(self.max_topk, "Limits.max_topk")) != (
+            self.max_topk
+        ):
+            raise ValueError(f"Limits.max_topk must be a power of two, got {self.max_topk}")
 
 
 class Backend(Protocol):
@@ -153,10 +177,15 @@ def kernel_of(op: str) -> str:
     return "remap" if op == "dcp_filter" else op
 
 
-def beyond(limits: Limits, kernel: str, device: torch.device, spec: Spec) -> str | None:
-    """Why `limits` exclude this call, or None: value first, then what is taken."""
-    if kernel not in limits.operations:
-        return f"operation {kernel} is not declared; it serves {', '.join(limits.operations)}"
+def undeclared(limits: Limits, kernel: str) -> str | None:
+    """Why a kernel is not to be had at all, or None."""
+    if kernel in limits.operations:
+        return None
+    return f"operation {kernel} is not declared; it serves {', '.join(limits.operations)}"
+
+
+def beyond(limits: Limits, device: torch.device, spec: Spec) -> str | None:
+    """Why `limits` exclude this device or configuration, or None: value, then what is taken."""
     if limits.devices is not None and device.type not in limits.devices:
         return f"device type {device.type} is not served; it serves {', '.join(limits.devices)}"
     if isinstance(spec, RemapSpec):
@@ -205,17 +234,18 @@ def load(name: str) -> Backend:
     """
     with _lock:
         backend = _loaded.get(name)
-        if backend is None:
-            if name in BUILT_IN:
-                backend = importlib.import_module(f"mla_index.backends.{name}")
-            elif name in _plugins():
-                backend = _load_plugin(name, _plugins()[name])
-            else:
-                raise UnknownBackend(
-                    f"no backend is named {name!r}; there are {', '.join(names())}"
-                )
-            _loaded[name] = backend
+        point = _plugins().get(name)
+    if backend is not None:
         return backend
+    # Imported without the lock: what is imported may itself register, or be waited for elsewhere.
+    if name in BUILT_IN:
+        backend = importlib.import_module(f"mla_index.backends.{name}")
+    elif point is not None:
+        backend = _load_plugin(name, point)
+    else:
+        raise UnknownBackend(f"no backend is named {name!r}; there are {', '.join(names())}")
+    with _lock:
+        return _loaded.setdefault(name, backend)
 
 
 def register(backend: Backend) -> None:
@@ -229,7 +259,9 @@ def register(backend: Backend) -> None:
     if faults:
         raise InvalidBackend(f"{backend!r} is no backend: {'; '.join(faults)}")
     with _lock:
-        if backend.name in names():
+        if backend.name in BUILT_IN or backend.name in _plugins():
+            raise ValueError(f"{backend.name!r} is the name of a built-in or installed backend")
+        if backend.name in _loaded:
             raise ValueError(f"a backend named {backend.name!r} exists; unregister it first")
         _loaded[backend.name] = backend
     _notify()
@@ -251,16 +283,6 @@ def unregister(name: str) -> None:
 def on_change(observer: Callable[[], None]) -> None:
     """Call `observer` after each change of the registry."""
     _observers.append(observer)
-
-
-def rediscover() -> None:
-    """Look for entry points again, at the next question (a plugin was installed meanwhile)."""
-    global _entry_points
-    with _lock:
-        for name in _plugins():
-            _loaded.pop(name, None)
-        _entry_points = None
-    _notify()
 
 
 def _notify() -> None:
@@ -295,7 +317,7 @@ def contract_faults(backend: object) -> list[str]:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "auto":
         faults.append(f"name must match {_NAME.pattern} and not be 'auto', got {name!r}")
     version = getattr(backend, "contract_version", None)
-    if version != CONTRACT_VERSION:
+    if type(version) is not int or version != CONTRACT_VERSION:
         faults.append(f"contract_version must be {CONTRACT_VERSION}, got {version!r}")
     faults += _limit_faults(getattr(backend, "limits", None))
     for method, (positional, keywords) in _CALLS.items():
@@ -315,8 +337,6 @@ def _limit_faults(limits: object) -> list[str]:
     ]
     if not limits.operations:
         faults.append("limits.operations is empty")
-    if limits.devices is not None and not all(isinstance(d, str) for d in limits.devices):
-        faults.append(f"limits.devices must be device types as strings, got {limits.devices!r}")
     if not set(limits.dtypes) <= set(INDEX_DTYPES):
         faults.append(f"limits.dtypes must be among {INDEX_DTYPES}, got {limits.dtypes}")
     return faults
@@ -348,6 +368,8 @@ def check_kernel(backend: Backend, op: str, kernel: object) -> Kernel:
     fault = _call_fault(kernel.launch, LAUNCH_PARAMETERS[op], ())
     if fault:
         raise InvalidBackend(f"backend {backend.name}: the launcher of {op}{fault}")
+    if kernel.warm is not None and not callable(kernel.warm):
+        raise InvalidBackend(f"backend {backend.name}: Kernel.warm must be callable or None")
     return kernel
 
 

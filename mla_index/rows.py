@@ -36,10 +36,14 @@ def request_row_bounds(
         if req_idx.device.type != "cpu":
             raise TypeError(f"req_idx must be on the host, got a tensor on {req_idx.device}")
         req_idx = req_idx.numpy()
+    elif not isinstance(req_idx, (np.ndarray, Sequence)):
+        raise TypeError(
+            f"req_idx must be an array, a sequence or a CPU tensor, got {type(req_idx).__name__}"
+        )
     ids = np.asarray(req_idx)
     if ids.ndim != 1 or ids.size == 0:
         raise ValueError(f"req_idx must be 1-D with at least one row, got shape {ids.shape}")
-    if not np.issubdtype(ids.dtype, np.integer):
+    if ids.dtype.kind not in "iu":
         raise TypeError(f"req_idx must hold integers, got {ids.dtype}")
     starts = np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1))
     heads = ids[starts]

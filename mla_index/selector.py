@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple, TypeAlias
 
@@ -73,6 +73,7 @@ _kernels: dict[tuple[str, str, Spec, torch.device], Kernel] = {}
 _unavailable: dict[tuple[str, torch.device], str | None] = {}
 _logged: set[tuple[str, str, str]] = set()
 _listeners: list[Callable[[], None]] = []
+_generation = 0  # raised whenever a choice that is being made may already be out of date
 _launches: list[Launch] | None = None
 _blocks_lock = threading.Lock()
 _blocks = 0  # of `use_backend`, that any thread is in
@@ -89,8 +90,10 @@ def on_change(listener: Callable[[], None]) -> None:
 
 
 def _forget_choices() -> None:
-    with _lock:
-        _choices.clear()
+    """Without the lock: its holder may be waiting for the very import that led here."""
+    global _generation
+    _generation += 1
+    _choices.clear()
     _tell_listeners()
 
 
@@ -101,11 +104,12 @@ def _tell_listeners() -> None:
 
 def _registry_changed() -> None:
     """A name may now mean another backend; what built-in ones have built and found out stays."""
-    with _lock:
-        for kernel in [key for key in _kernels if key[0] not in registry.BUILT_IN]:
-            del _kernels[kernel]
-        for verdict in [key for key in _unavailable if key[0] not in registry.BUILT_IN]:
-            del _unavailable[verdict]
+    for kernel in list(_kernels):
+        if kernel[0] not in registry.BUILT_IN:
+            _kernels.pop(kernel, None)
+    for verdict in list(_unavailable):
+        if verdict[0] not in registry.BUILT_IN:
+            _unavailable.pop(verdict, None)
     _forget_choices()
 
 
@@ -174,24 +178,24 @@ def reload_environment() -> None:
 
 
 def _environment() -> settings.Settings:
+    """As read at first use. Its names are checked where they are used, at each use."""
     global _settings
-    if _settings is None:
-        read = settings.read()
-        for name in (*read.backend, *read.block):
-            _request(name)
-        _settings = read
-    return _settings
+    found = _settings
+    if found is None:
+        found = _settings = settings.read()
+    return found
 
 
-def _request(backend: Names) -> tuple[str, ...] | None:
-    """The names as a checked tuple; None for `auto`."""
+def _request(backend: Names, source: str | None = None) -> tuple[str, ...] | None:
+    """The names as a checked tuple; None for `auto`. An error names the source, if it is given."""
     requested = names(backend)
     if requested == ("auto",):
         return None
     for name in requested:
         if name not in ("auto", *registry.names()):
+            asks = f"{source} asks for {name!r}, but " if source else ""
             raise UnknownBackend(
-                f"no backend is named {name!r}; there are {', '.join(registry.names())}"
+                f"{asks}no backend is named {name!r}; there are {', '.join(registry.names())}"
             )
     return requested
 
@@ -208,7 +212,7 @@ def names(backend: Names) -> tuple[str, ...]:
         raise TypeError(f"backend must be a name or an ordered list of names, got {backend!r}")
     if not backend:
         raise ValueError("backend must be a name or a non-empty list of names, got an empty one")
-    return tuple(backend)
+    return tuple(dict.fromkeys(backend))
 
 
 def check_names(backend: Names) -> None:
@@ -223,12 +227,14 @@ def _requested(backend: Names) -> tuple[tuple[str, ...] | None, str]:
         return argument, "the argument backend="
     override = _override.get()
     if override is not None:
-        return (None if override == ("auto",) else override), "use_backend"
+        return _request(override, "use_backend"), "use_backend"
     if _default is not None:
-        return _default, "set_default_backend"
+        return _request(_default, "set_default_backend"), "set_default_backend"
     environment = _environment().backend
-    if environment and environment != ("auto",):
-        return environment, "MLA_INDEX_BACKEND"
+    if environment:
+        named = _request(environment, "MLA_INDEX_BACKEND")
+        if named is not None:
+            return named, "MLA_INDEX_BACKEND"
     return None, "auto"
 
 
@@ -244,19 +250,26 @@ def auto_order(device: torch.device) -> tuple[str, ...]:
     kind = "hip" if device.type == "cuda" and torch.version.hip else device.type
     if kind in AUTO_ORDER:
         return AUTO_ORDER[kind]
-    strangers = [
-        name
-        for name in registry.names()
-        if name not in registry.BUILT_IN
-        and device.type in (registry.load(name).limits.devices or ())
-    ]
+    strangers = [b.name for b in _strangers() if device.type in (b.limits.devices or ())]
     return ("triton", *strangers, "torch")
+
+
+def _strangers() -> Iterator[Backend]:
+    """The backends that are not built in; one may go while another thread looks."""
+    for name in registry.names():
+        if name not in registry.BUILT_IN:
+            with suppress(UnknownBackend):
+                yield registry.load(name)
 
 
 def _order(op: str, request: tuple[str, ...] | None, device: torch.device) -> tuple[str, ...]:
     """The names to try. The view ends at torch's, which serves every backend without its own."""
     if request is None:
         blocked = _environment().block
+        if "auto" in blocked:
+            raise UnknownBackend("MLA_INDEX_BLOCK asks for 'auto', which is no backend")
+        if blocked:
+            _request(blocked, "MLA_INDEX_BLOCK")
         order = [name for name in auto_order(device) if name not in blocked]
     else:
         order = []
@@ -270,17 +283,24 @@ def _order(op: str, request: tuple[str, ...] | None, device: torch.device) -> tu
 def _unavailability(backend: Backend, device: torch.device, probe: bool) -> str | None:
     """Step 1 of the contract. Kept only when probed: without, the answer says less."""
     key = (backend.name, device)
-    if key in _unavailable:
-        return _unavailable[key]
-    if probe:
-        _refuse_in_capture(f"backend {backend.name}", device)
-    try:
-        reason = backend.unavailable(device, probe=probe)
-    except Exception as error:  # a check that breaks is a backend that cannot run
-        reason = f"its check failed: {type(error).__name__}: {error}"
-    if probe:
-        _unavailable[key] = reason
-    return reason
+    with _lock:
+        if key in _unavailable:
+            return _unavailable[key]
+        if probe:
+            _refuse_in_capture(f"backend {backend.name}", device)
+        generation = _generation
+        try:
+            reason = backend.unavailable(device, probe=probe) or None
+        except (Exception, SystemExit) as error:
+            reason = _broken_check(error)
+        if probe and generation == _generation:
+            _unavailable[key] = reason
+        return reason
+
+
+def _broken_check(error: BaseException) -> str:
+    """A check that breaks is a backend that cannot run."""
+    return f"its check failed: {type(error).__name__}: {error}"
 
 
 def _refusal(
@@ -289,12 +309,17 @@ def _refusal(
     """Why the backend of this name does not serve the configuration, or None."""
     backend = registry.load(name)
     kernel = registry.kernel_of(op)
-    reason = _unavailability(backend, device, probe)
-    if reason is not None:
-        return BackendUnavailable(reason)
-    reason = registry.beyond(backend.limits, kernel, device, spec)
-    if reason is None and spec is not None:
-        reason = backend.unsupported(kernel, spec)
+    reason = registry.undeclared(backend.limits, kernel)
+    if reason is None:  # a device is not tried for what is not offered
+        reason = _unavailability(backend, device, probe)
+        if reason is not None:
+            return BackendUnavailable(reason)
+        try:
+            reason = registry.beyond(backend.limits, device, spec)
+            if reason is None and spec is not None:
+                reason = backend.unsupported(kernel, spec) or None
+        except (Exception, SystemExit) as error:
+            reason = _broken_check(error)
     return None if reason is None else BackendUnsupported(reason)
 
 
@@ -314,9 +339,19 @@ def choose(op: str, spec: Spec, device: torch.device, backend: Names = "auto") -
     key = (registry.kernel_of(op), spec, device, request)
     choice = _choices.get(key)
     if choice is None:
+        order = _order(op, request, device)
+        for name in order:
+            registry.load(name)  # before the lock is taken: an import may lead anywhere
+        refused: dict[str, BackendError] = {}
         with _lock:
-            choice = _choices.get(key) or _resolve(op, spec, device, request, source)
-            _choices[key] = choice
+            choice = _choices.get(key)
+            if choice is None:
+                generation = _generation
+                choice = _resolve(order, op, spec, device, refused)
+                if choice is not None and generation == _generation:
+                    _choices[key] = choice
+        if choice is None:
+            raise _failure(op, spec, device, refused, source)
     _log_first_use(op, device, choice)
     return choice if _launches is None else _recorded(op, spec, choice, _launches)
 
@@ -347,16 +382,20 @@ def _recorded(op: str, spec: Spec, choice: Choice, launches: list[Launch]) -> Ch
 
 
 def _resolve(
-    op: str, spec: Spec, device: torch.device, request: tuple[str, ...] | None, source: str
-) -> Choice:
-    refused: dict[str, BackendError] = {}
-    for name in _order(op, request, device):
+    order: tuple[str, ...],
+    op: str,
+    spec: Spec,
+    device: torch.device,
+    refused: dict[str, BackendError],
+) -> Choice | None:
+    """The first in the order that serves the configuration; why not the others, in `refused`."""
+    for name in order:
         refusal = _refusal(name, op, spec, device, probe=True)
         if refusal is None:
             skipped = {name: str(error) for name, error in refused.items()}
             return Choice(name, _kernel(name, registry.kernel_of(op), spec, device), skipped)
         refused[name] = refusal
-    raise _failure(op, spec, device, refused, source)
+    return None
 
 
 def _kernel(name: str, op: str, spec: Spec, device: torch.device) -> Kernel:
@@ -374,8 +413,11 @@ def _kernel(name: str, op: str, spec: Spec, device: torch.device) -> Kernel:
 def _failure(
     op: str, spec: Spec, device: torch.device, refused: dict[str, BackendError], source: str
 ) -> BackendError:
-    others = [name for name in registry.names() if name not in refused]
-    could = [name for name in others if _refusal(name, op, spec, device, probe=True) is None]
+    could = []
+    for name in registry.names():
+        with suppress(UnknownBackend, NotWarm):
+            if name not in refused and _refusal(name, op, spec, device, probe=True) is None:
+                could.append(name)
     reasons = {name: str(error) for name, error in refused.items()}
     told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     message = (
@@ -429,8 +471,9 @@ def in_force() -> tuple[tuple[str, ...] | None, tuple[str, ...], tuple[str, ...]
 
 
 def only_torch(op: str, device: torch.device, backend: Names) -> bool:
-    """Whether the names asked for leave nothing but torch, whatever the configuration."""
-    return _order(op, _requested(backend)[0], device) == ("torch",)
+    """Whether what is asked for, `use_backend` aside, leaves nothing but torch for any spec."""
+    request = _request(backend) or _default or _environment().backend or None
+    return _order(op, request, device) == ("torch",)
 
 
 # --- questions ----------------------------------------------------------------------------------
@@ -456,7 +499,7 @@ def warmup(op: str, spec: Spec, *, device: torch.device | str, backend: Names = 
     _check_question(op, spec)
     if spec is None and op != "flat_row_view":
         raise TypeError(f"warmup of {op} needs a spec, got None")
-    choice = choose(op, spec, _with_index(torch.device(device)), backend)
+    choice = choose(op, spec, _with_index(_device(device)), backend)
     if choice.kernel.warm is not None:
         choice.kernel.warm()
     return choice.backend
@@ -486,23 +529,27 @@ def explain(
     """
     _check_question(op, spec)
     request, source = _requested(backend)
-    place = torch.device(device)
+    place = _device(device)
     if probe is None:
-        probe = place.type == "cpu" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        probe = _initialised(place)
     if probe:
         place = _with_index(place)
     order = _order(op, request, place)
     rows = []
     for name in dict.fromkeys((*order, *registry.names())):
-        refusal = _refusal(name, op, spec, place, probe=probe)
+        try:
+            refusal = _refusal(name, op, spec, place, probe=probe)
+        except UnknownBackend:  # another thread has taken it back
+            continue
+        tried = probe or (name, place) in _unavailable
         if refusal is not None:
             rows.append(Candidate(name, False, str(refusal)))
+        elif not tried:
+            rows.append(Candidate(name, None, "not tried: that needs the device; a call tries it"))
         elif name not in order:
             rows.append(Candidate(name, True, f"can run, but {source} does not ask for it"))
-        elif probe or (name, place) in _unavailable:
-            rows.append(Candidate(name, True, ""))
         else:
-            rows.append(Candidate(name, None, "not tried: that needs the device; a call tries it"))
+            rows.append(Candidate(name, True, ""))
     chosen = next((r.name for r in rows if r.name in order and r.accepted is not False), None)
     return Explanation(op, place, spec, source, tuple(rows), chosen)
 
@@ -516,10 +563,29 @@ def _check_question(op: str, spec: Spec) -> None:
         raise TypeError(f"the spec of {op} must be {wanted}, got {type(spec).__name__}")
 
 
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch device, got {device!r}: {error}") from None
+
+
+def _initialised(device: torch.device) -> bool:
+    """Whether asking the device initialises nothing in this process any more."""
+    if device.type in ("cpu", "meta"):
+        return True
+    known = getattr(getattr(torch, device.type, None), "is_initialized", None)
+    return known is not None and bool(known())
+
+
 def _with_index(device: torch.device) -> torch.device:
     """The device that a tensor made on `device` would report."""
-    if device.type == "cpu" or device.index is not None:
-        return torch.device("cpu") if device.type == "cpu" else device
-    module = torch.get_device_module(device)
-    usable = getattr(module, "is_available", lambda: True)()
-    return torch.device(device.type, module.current_device() if usable else 0)
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    if device.index is not None:
+        return device
+    module = getattr(torch, device.type, None)
+    available = getattr(module, "is_available", None)
+    if module is None or (available is not None and not available()):
+        return torch.device(device.type, 0)
+    return torch.device(device.type, module.current_device())

@@ -165,6 +165,12 @@ class PrefillWorkspace:
                 raise ValueError(f"workspace.num_rows must be at least 0, got {rows}")
 
 
+FLAGS = (
+    "compact", "counts", "safe_lengths", "req_id", "request_rows", "token_limits", "workspace"
+)  # fmt: skip
+"""The fields of `RemapSpec` that are bools."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemapSpec:
     """What is fixed for a configuration of `remap` and `dcp_filter`; a kernel is built for one.
@@ -205,16 +211,19 @@ class RemapSpec:
         topk = integer(self.topk, "topk")
         if topk < 0:
             raise ValueError(f"topk must be at least 0, got {topk}")
-        Dcp(self.dcp_size, 0, self.dcp_interleave)
+        dcp = Dcp(self.dcp_size, 0, self.dcp_interleave)
         for name in ("token_dtype", "table_dtype", "slot_dtype"):
             index_dtype(getattr(self, name), name)
+        for name in FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
         if self.safe_lengths and not self.compact:
             raise ValueError("safe_lengths=True needs compact=True, got compact=False")
         object.__setattr__(self, "block_size", block_size)
         object.__setattr__(self, "topk", width_class(topk))
+        object.__setattr__(self, "dcp_size", dcp.size)
         # A second name for one kernel would be built and kept twice.
-        if self.dcp_size == 1:
-            object.__setattr__(self, "dcp_interleave", 1)
+        object.__setattr__(self, "dcp_interleave", 1 if dcp.size == 1 else dcp.interleave)
         if self.safe_lengths:
             object.__setattr__(self, "counts", True)
 

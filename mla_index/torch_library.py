@@ -220,7 +220,8 @@ def _stays_torch(op: str, device: torch.device, backend: Names) -> bool:
         raise UnknownBackend(fault)
     if names != ("auto",):
         return bool(_only_torch(op, device, names))
-    return not selector.overridden() and bool(_only_torch(op, device, names, selector.in_force()))
+    torch_only = bool(_only_torch(op, device, names, selector.in_force()))
+    return torch_only and not selector.overridden()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -229,6 +229,8 @@ def test_request_row_bounds_takes_arrays_sequences_and_tensors():
         ([0, 1, 0], ValueError, "request 0 returns at row 2"),
         ([4, 4, 9, 9, 4, 9], ValueError, "request 4 returns at row 4"),
         ([0.5, 1.0], TypeError, "integers, got float64"),
+        (np.array([1, 2], dtype="m8[s]"), TypeError, "integers, got timedelta64"),
+        ((i for i in (1, 2)), TypeError, "a sequence or a CPU tensor, got generator"),
         (torch.empty(2, device="meta", dtype=torch.int64), TypeError, "tensor on meta"),
     ],
 )
@@ -256,3 +258,53 @@ def test_diagnose_accounts_for_every_entry_and_reads_as_a_table():
     text = str(diagnosis)
     assert f"{diagnosis.valid} of {tokens.numel()} entries are valid" in text
     assert all(reason.value in text for reason in mla_index.Reason)
+
+
+def test_strides_of_what_has_one_element_say_nothing():
+    request, _, tokens = inputs()
+    table = torch.full((9,), 7, dtype=torch.int32).as_strided((1, 1), (2**40, 2**31 + 8))
+    slots = mla_index.remap(request * 0, table, tokens.clamp(max=63), block_size=64).slots
+    assert torch.equal(slots, torch.where(tokens < 0, -1, 448 + tokens.clamp(max=63)))
+
+
+def test_a_bound_beyond_every_slot_bounds_nothing():
+    request, table, tokens = inputs()
+    free = mla_index.remap(request, table, tokens, block_size=64).slots
+    for bound in (2**63, 2**70):
+        bounded = mla_index.remap(request, table, tokens, block_size=64, num_slots=bound).slots
+        assert torch.equal(free, bounded)
+    ids = torch.zeros(64, dtype=torch.int32)
+    PrefillWorkspace(ids, ids, num_rows=2**70)
+
+
+@pytest.mark.parametrize("pad", [np.array([1, 2]), torch.tensor([1, 2]), "x", None])
+def test_what_is_no_pad_is_named(pad):
+    request, table, tokens = inputs()
+    with pytest.raises(TypeError, match="pad must be an integer"):
+        mla_index.remap(request, table, tokens, block_size=64, pad=pad)
+
+
+def test_meta_tensors_give_shapes():
+    request, table, tokens = (tensor.to("meta") for tensor in inputs())
+    out = torch.empty_like(tokens)
+    result = mla_index.remap(request, table, tokens, block_size=64, counts=True, out=out)
+    assert result.slots is out
+    assert result.counts.shape == (64,)
+    with pytest.raises(ValueError, match="out must not overlap token_indices"):
+        mla_index.remap(request, table, tokens, block_size=64, compact=True, out=tokens)
+
+
+def test_a_spec_keeps_numbers_and_bools_only():
+    spec = mla_index.RemapSpec(np.int64(64), np.int32(3), dcp_size=torch.tensor(2))
+    assert spec == mla_index.RemapSpec(64, 3, dcp_size=2)
+    assert hash(spec) == hash(mla_index.RemapSpec(64, 3, dcp_size=2))
+    with pytest.raises(TypeError, match="compact must be a bool, got str"):
+        mla_index.RemapSpec(64, 3, compact="no")
+
+
+def test_tensors_without_strides_are_refused():
+    request, _, tokens = inputs()
+    with pytest.raises(TypeError, match="slots must be a strided tensor"):
+        mla_index.safe_lengths(tokens.to_sparse(), request)
+    with pytest.raises(TypeError, match="kv_cache must be a strided tensor"):
+        mla_index.flat_row_view(torch.zeros((2, 2, 2)).to_sparse(), 1)

@@ -31,10 +31,10 @@ def backend(**changes):
         ({"name": "auto"}, "not be 'auto'"),
         ({"name": None}, "got None"),
         ({"contract_version": 99}, "contract_version must be 1, got 99"),
+        ({"contract_version": True}, "contract_version must be 1, got True"),
         ({"limits": {"operations": ()}}, "limits must be a mla_index.registry.Limits, got dict"),
         ({"limits": Limits(("remapp",), None)}, "names 'remapp'; there are remap, safe_lengths"),
         ({"limits": Limits((), None)}, "limits.operations is empty"),
-        ({"limits": Limits(("remap",), (1,))}, "device types as strings"),
         ({"limits": Limits(("remap",), None, (torch.int8,))}, "limits.dtypes must be among"),
         ({"unavailable": lambda device: None}, "unavailable(device) cannot be called as"),
         ({"unsupported": None}, "unsupported must be callable, got NoneType"),
@@ -58,10 +58,26 @@ def test_a_name_is_taken_once():
     mla_index.register(backend())
     with pytest.raises(ValueError, match="'mine' exists"):
         mla_index.register(backend())
-    with pytest.raises(ValueError, match="'torch' exists"):
+    with pytest.raises(ValueError, match="'torch' is the name of a built-in"):
         mla_index.register(backend(name="torch"))
     mla_index.unregister("mine")
     mla_index.register(backend())
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"operations": None, "devices": None}, "operations must be a tuple of str, got None"),
+        ({"operations": ("remap",), "devices": "cpu"}, "devices must be a tuple of str, got 'cpu'"),
+        ({"operations": ("remap",), "devices": (1,)}, "devices must be a tuple of str"),
+        ({"operations": ("remap",), "devices": None, "dtypes": None}, "dtypes must be a tuple"),
+        ({"operations": ("remap",), "devices": None, "max_topk": "5"}, "max_topk must be an int"),
+        ({"operations": ("remap",), "devices": None, "max_topk": 3}, "power of two, got 3"),
+    ],
+)
+def test_limits_are_checked_when_they_are_made(fields, told):
+    with pytest.raises((TypeError, ValueError), match=told):
+        Limits(**fields)
 
 
 @pytest.mark.parametrize("name", ["torch", "nobody"])
@@ -92,6 +108,7 @@ def test_a_backend_of_the_same_name_replaces_what_was_kept_of_the_first():
     [
         (lambda op, spec, device: print, "must return a mla_index.registry.Kernel"),
         (lambda op, spec, device: Kernel(lambda a, b: None), "launcher of remap"),
+        (lambda op, spec, device: Kernel(lambda *a: None, warm=3), "warm must be callable"),
     ],
 )
 def test_what_is_built_is_checked(build, told):

@@ -28,6 +28,8 @@ limits = Limits(
 def unavailable(device: torch.device, *, probe: bool) -> str | None:
     """Whether Numba-CUDA is installed for this device; with `probe`, whether a kernel runs."""
     missing = [package for package in ("numba", "numba_cuda") if not _installed(package)]
+    if device.type not in ("cuda", "cpu"):
+        return f"device type {device.type} is not served; it serves cuda"
     if device.type == "cpu" and not _simulator():
         return "runs on the CPU only in Numba's simulator, with NUMBA_ENABLE_CUDASIM=1 set"
     if device.type == "cuda" and torch.version.hip:
@@ -36,7 +38,8 @@ def unavailable(device: torch.device, *, probe: bool) -> str | None:
         return f"torch {torch.__version__} is built without CUDA"
     if missing:
         packages = " and ".join(package.replace("_", "-") for package in missing)
-        return f"{packages} not installed (pip install 'mla_index[numba-cuda13]')"
+        extra = f"numba-cuda{(torch.version.cuda or '13').partition('.')[0]}"
+        return f"{packages} not installed (pip install 'mla_index[{extra}]')"
     if device.type == "cuda" and _simulator():
         return "Numba's simulator (NUMBA_ENABLE_CUDASIM=1) serves CPU tensors only"
     return _trial(device) if probe else None

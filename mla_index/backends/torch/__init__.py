@@ -30,6 +30,8 @@ def unavailable(device: torch.device, *, probe: bool) -> str | None:
         return f"torch {torch.__version__} is built without {device.type}"
     if probe and hasattr(module, "is_available") and not module.is_available():
         return f"torch {torch.__version__} finds no {device.type} device"
+    if probe and device.index is not None and device.index >= module.device_count():
+        return f"there is no {device}: torch finds {module.device_count()} of that type"
     return None
 
 

@@ -98,7 +98,7 @@ def _slots(
     column, in_table = _within(block, block_table.shape[1])
     del block
     row, exists = table_rows(req_id, block_table, request_rows, token_indices.shape[0])
-    if block_table.numel():
+    if 0 not in block_table.shape:
         entry = _entries(block_table, row, column)
         del column
         slot, valid = _paged_slots(spec, entry, offset, block_stride_rows, last_slot)
@@ -151,8 +151,14 @@ def _entries(block_table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     """`block_table[row[t], column[t, k]]`, by one flat index into what the table's strides span.
 
     Indexing by two tensors would expand the row numbers to `[T, K]` on CUDA, and take int64 only.
+    A compiler fuses that, and may have laid out the table in another way than its strides say.
     """
-    (rows, columns), (row_stride, column_stride) = block_table.shape, block_table.stride()
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
+        return block_table[row[:, None], column]
+    rows, columns = block_table.shape
+    # The stride to a row or column that does not exist may be any number.
+    row_stride = block_table.stride(0) if rows > 1 else 0
+    column_stride = block_table.stride(1) if columns > 1 else 0
     span = (rows - 1) * row_stride + (columns - 1) * column_stride + 1
     flat = block_table.as_strided((span,), (1,))  # at the offset of the view
     if span > DTYPE_MAX[row.dtype]:
