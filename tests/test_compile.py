@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import subprocess
 import sys
 import threading
@@ -174,6 +175,10 @@ def test_scalars_and_widths_that_change_make_no_storm(backend):
     assert counter.frame_count <= 4  # 0 and 1 are always special to the compiler: two ranks
 
 
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="needs a C++ compiler: inductor on the CPU",
+)
 @pytest.mark.parametrize("backend", [TRACED, OPERATOR], ids=["traced", "operator"])
 def test_inductor(backend):
     """The real compiler, on the call with every argument, and on views with offsets."""
