@@ -135,6 +135,10 @@ def safe(backend):
     return call
 
 
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="needs a C++ compiler: inductor on the CPU",
+)
 CALLS = [plain, everything, given_outputs, in_place, views, safe]
 
 
@@ -175,10 +179,7 @@ def test_scalars_and_widths_that_change_make_no_storm(backend):
     assert counter.frame_count <= 4  # 0 and 1 are always special to the compiler: two ranks
 
 
-@pytest.mark.skipif(
-    not (shutil.which("g++") or shutil.which("clang++")),
-    reason="needs a C++ compiler: inductor on the CPU",
-)
+@needs_compiler
 @pytest.mark.parametrize("backend", [TRACED, OPERATOR], ids=["traced", "operator"])
 def test_inductor(backend):
     """The real compiler, on the call with every argument, and on views with offsets."""
@@ -216,6 +217,16 @@ def test_flat_row_view_is_a_view_of_any_number_of_blocks():
         assert rows.data_ptr() == wanted_rows.data_ptr()
         assert (rows.shape, rows.stride()) == (wanted_rows.shape, wanted_rows.stride())
     assert counter.frame_count <= 2
+
+
+@needs_compiler
+def test_inductor_keeps_the_offset_of_a_view():
+    def function(cache):
+        return mla_index.flat_row_view(cache[1:, 1:5], 4).rows * 2
+
+    run, _ = compiled(function, "inductor", dynamic=True)
+    for cache in (torch.randn(5, 6, 16), torch.randn(9, 8, 16)[2:, 1:7]):
+        assert torch.equal(run(cache), function(cache))
 
 
 # --- which backend --------------------------------------------------------------------------------
