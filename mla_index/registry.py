@@ -76,7 +76,7 @@ LAUNCH_PARAMETERS: dict[str, tuple[str, ...]] = {
 }
 """The kernels that a backend can declare, and what `Kernel.launch` is called with, positionally.
 
-The caller has checked everything that SPEC.md lets it refuse: shapes, dtypes, devices, overlaps,
+The caller has refused all that docs/errors.md lists: shapes, dtypes, devices, overlaps,
 ranges of the scalars. T and K are at least 1; R, W, n and P may be 0. What it has not checked are
 the values in the tensors: those may be anything. Any input may have any strides, 0 included. The
 spec tells the dtypes of the three big tensors; `req_id`, `request_rows`, `token_limits` and the
@@ -296,7 +296,8 @@ def _after_fork() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 # --- the contract, checked ----------------------------------------------------------------------

@@ -31,7 +31,7 @@ from mla_index.errors import (
 )
 from mla_index.explanation import Candidate, Explanation
 from mla_index.registry import Backend, Kernel
-from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec
+from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec, shown
 
 logger = logging.getLogger("mla_index")
 
@@ -123,7 +123,8 @@ def _after_fork() -> None:
 
 
 registry.on_change(_registry_changed)
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_default_backend(backend: Names | None) -> None:
@@ -287,7 +288,7 @@ def _unavailability(backend: Backend, device: torch.device, probe: bool) -> str 
         if key in _unavailable:
             return _unavailable[key]
         if probe:
-            _refuse_in_capture(f"backend {backend.name}", device)
+            _refuse_in_capture(f"backend {backend.name}", "op, spec", device)
         generation = _generation
         try:
             reason = backend.unavailable(device, probe=probe) or None
@@ -403,7 +404,7 @@ def _kernel(name: str, op: str, spec: Spec, device: torch.device) -> Kernel:
     key = (name, op, spec, device)
     kernel = _kernels.get(key)
     if kernel is None:
-        _refuse_in_capture(op, device)
+        _refuse_in_capture(op, f"{op!r}, {shown(spec)}", device)
         backend = registry.load(name)
         kernel = registry.check_kernel(backend, op, backend.build(op, spec, device))
         _kernels[key] = kernel
@@ -429,7 +430,7 @@ def _failure(
     return BackendUnsupported(message, reasons)
 
 
-def _refuse_in_capture(what: str, device: torch.device) -> None:
+def _refuse_in_capture(what: str, arguments: str, device: torch.device) -> None:
     """Building may synchronise or load modules, which would break the capture: say so instead."""
     if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
@@ -438,7 +439,7 @@ def _refuse_in_capture(what: str, device: torch.device) -> None:
     if capturing:
         raise NotWarm(
             f"first use of {what} on {device} for this configuration inside a CUDA graph capture: "
-            f"call mla_index.warmup(op, spec, device={str(device)!r}) before the capture"
+            f"call mla_index.warmup({arguments}, device={str(device)!r}) before the capture"
         )
 
 

@@ -7,7 +7,7 @@ it is made, and free of any choice of backend.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -247,6 +247,18 @@ class SafeLengthsSpec:
 
 Spec: TypeAlias = RemapSpec | SafeLengthsSpec | None
 """The spec of an operation; `None` for `flat_row_view`, which has nothing to fix."""
+
+
+def shown(spec: Spec) -> str:
+    """The spec as it can be written in a call of `warmup`: what is not the default."""
+    if spec is None:
+        return "None"
+    parts = [
+        f"{field.name}={getattr(spec, field.name)!r}"
+        for field in fields(spec)
+        if getattr(spec, field.name) != field.default
+    ]
+    return f"mla_index.{type(spec).__name__}({', '.join(parts)})"
 
 
 def width_class(topk: int) -> int:

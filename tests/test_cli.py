@@ -99,7 +99,9 @@ def test_info_with_a_setting_that_names_nobody(monkeypatch):
     monkeypatch.setenv("MLA_INDEX_BACKEND", "abacus")
     result = run("info")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: no backend is named 'abacus'")
+    assert result.stderr.startswith(
+        "error: MLA_INDEX_BACKEND asks for 'abacus', but no backend is named 'abacus'"
+    )
 
 
 def test_info_starts_no_device():

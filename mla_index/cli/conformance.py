@@ -38,7 +38,9 @@ def conformance(
     ] = False,
     require: Annotated[
         list[str] | None,
-        typer.Option(help="With --all: a backend that must run; may be given several times."),
+        typer.Option(
+            help="A backend that must run, beside those tested anyway; may be given several times."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to test.")] = "cpu",
     scale: Annotated[
@@ -87,6 +89,10 @@ def conformance(
         for name in required:
             registry.load(name)
         tested = _tested(required, every, bool(backend), place)
+        if not tested:
+            raise exits.stop(
+                f"no backend can run on {place}; `mla-index info --probe` says why", exits.MISSING
+            )
         record = run_suite(
             tested,
             str(place),
@@ -96,6 +102,8 @@ def conformance(
             workers=workers,
         )
     Console().print(_table(record))
+    if only and all(not result["results"] for result in record["backends"].values()):
+        raise exits.stop(f"--only {only!r} matches no test", exits.USAGE)
     raise typer.Exit(_verdict(record["backends"], required))
 
 

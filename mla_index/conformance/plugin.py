@@ -29,7 +29,13 @@ _ANY = "(any)"
 
 
 def _device(config: pytest.Config) -> torch.device:
-    device = torch.device(str(mla_index_pytest.value(config, "--mla-device") or "cpu"))
+    given = str(mla_index_pytest.value(config, "--mla-device") or "cpu")
+    try:
+        device = torch.device(given)
+    except RuntimeError as error:
+        raise pytest.UsageError(f"--mla-device {given}: {error}") from None
+    if device.type == "meta":
+        raise pytest.UsageError("--mla-device meta: its tensors hold nothing to compare")
     if device.type == "cpu" or device.index is not None:
         return torch.device("cpu") if device.type == "cpu" else device
     return torch.device(device.type, torch.get_device_module(device).current_device())

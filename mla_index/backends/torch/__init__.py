@@ -24,9 +24,12 @@ def unavailable(device: torch.device, *, probe: bool) -> str | None:
     if device.type in ("cpu", "meta"):
         return None
     module = getattr(torch, device.type, None)
-    if module is None or (
-        device.type == "cuda" and torch.version.cuda is None and not torch.version.hip
-    ):
+    built = {
+        "cuda": torch.version.cuda is not None or torch.version.hip is not None,
+        "xpu": getattr(torch.version, "xpu", None) is not None,
+        "mps": torch.backends.mps.is_built(),
+    }
+    if module is None or not built.get(device.type, True):
         return f"torch {torch.__version__} is built without {device.type}"
     if probe and hasattr(module, "is_available") and not module.is_available():
         return f"torch {torch.__version__} finds no {device.type} device"

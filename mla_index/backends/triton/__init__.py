@@ -83,6 +83,7 @@ def _no_device(device: torch.device) -> str | None:
     built = {
         "cuda": torch.version.cuda is not None or torch.version.hip is not None,
         "cpu": True,
+        "xpu": getattr(torch.version, "xpu", None) is not None,
     }.get(device.type, hasattr(torch, device.type))
     return None if built else f"torch {torch.__version__} is built without {device.type}"
 
