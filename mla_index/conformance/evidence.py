@@ -97,6 +97,8 @@ def _sanitizer(name: str, record: dict[str, Any]) -> Iterable[str]:
     yield f"## compute-sanitizer, {record['card']}, {record['date'][:10]}\n"
     yield f"- record: `benchmarks/results/{name}`, sources `{record['source_hash'][:16]}`"
     yield "- `planted`: a write beyond its view, made on purpose, which must be found\n"
+    if "note" in record:
+        yield f"{record['note']}\n"
     yield "| backend | check | cases | errors | as it should be |"
     yield "|---|---|---:|---:|---|"
     for run in record["runs"]:
