@@ -116,8 +116,8 @@ def bench(
         raise exits.stop("--plot needs matplotlib: pip install 'mla_index[plot]'", exits.MISSING)
     if dtype not in DTYPES:
         raise exits.stop(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}", exits.USAGE)
-    if seconds is not None and seconds <= 0:
-        raise exits.stop(f"--seconds must be above 0, got {seconds}", exits.USAGE)
+    if seconds is not None and seconds < 0:
+        raise exits.stop(f"--seconds must be at least 0, got {seconds}", exits.USAGE)
     with exits.errors_as_exits():
         plan = Plan(
             operations=tuple(op) if op else None,
