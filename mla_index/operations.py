@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -216,7 +216,9 @@ def _remap(
     if type(block_size) is not int:
         block_size = integer(block_size, "block_size")
     if not (type(compact) is bool and type(counts) is bool and type(safe_lengths) is bool):
-        _refuse_flags(compact=compact, counts=counts, safe_lengths=safe_lengths)
+        checks.flag(compact, "compact")
+        checks.flag(counts, "counts")
+        checks.flag(safe_lengths, "safe_lengths")
     if type(backend) is not str:
         backend = selector.names(backend)
     key: tuple[object, ...] | None
@@ -297,12 +299,6 @@ def _remap(
         block_stride_rows, rank_stride, last_slot, last_ws_row, pad,
     )  # fmt: skip
     return Remapped(out, counts_out, lengths_out)
-
-
-def _refuse_flags(**flags: object) -> NoReturn:
-    for name, value in flags.items():
-        checks.flag(value, name)
-    raise AssertionError("unreachable: one of the flags is no bool")
 
 
 def remap_spec(
