@@ -42,6 +42,7 @@ from mla_index.bench.contenders import (
     bind_copy,
 )
 from mla_index.bench.workloads import Inputs, measured_rank, rotated, uniform_batch
+from mla_index.explanation import explain
 from mla_index.integrations import vllm as ours
 
 OPERATION_NAMES = (
@@ -338,7 +339,7 @@ def main(command_line: list[str] | None = None) -> int:
     arguments = parse(command_line)
     started = time.monotonic()
     device = arguments.device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    backend = selector.explain("remap", device=device, backend=arguments.backend, probe=True).chosen
+    backend = explain("remap", device=device, backend=arguments.backend, probe=True).chosen
     if backend is None:
         tell(f"backend {arguments.backend} cannot run on {device}")
         return 1

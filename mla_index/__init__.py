@@ -15,20 +15,15 @@ from mla_index.errors import (
     NotWarm,
     UnknownBackend,
 )
-from mla_index.explanation import Candidate, Explanation
+from mla_index.explanation import Candidate, Explanation, explain
 from mla_index.operations import Remapped, dcp_filter, flat_row_view, remap, safe_lengths
 from mla_index.registry import OPERATIONS, register, unregister
 from mla_index.rows import request_row_bounds
-from mla_index.selector import (
-    explain,
-    reload_environment,
-    set_default_backend,
-    use_backend,
-    warmup,
-)
+from mla_index.selector import reload_environment, set_default_backend, use_backend
 from mla_index.specs import Dcp, PrefillWorkspace, RemapSpec, SafeLengthsSpec
 from mla_index.version import __version__
 from mla_index.views import FlatRows
+from mla_index.warming import warmup
 
 __all__ = [
     "OPERATIONS",

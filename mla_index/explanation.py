@@ -1,4 +1,4 @@
-"""The answer of `explain`: every backend, accepted or rejected with the reason."""
+"""`explain` and its answer: every backend, accepted or rejected with the reason."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_index import questions, registry, selector, verdicts
+from mla_index.errors import UnknownBackend
+from mla_index.selector import Names
 from mla_index.specs import Spec
 
 
@@ -60,3 +63,51 @@ class Explanation:
                 f"{mark} {row.name:<{width}}  {words[row.accepted]:<9}  {row.reason}".rstrip()
             )
         return "\n".join(lines)
+
+
+def explain(
+    op: str,
+    *,
+    device: torch.device | str,
+    spec: Spec = None,
+    backend: Names = "auto",
+    probe: bool | None = None,
+) -> Explanation:
+    """Which backend would serve an operation on a device, and why not each of the others.
+
+    Args:
+        op: an operation from `mla_index.OPERATIONS`.
+        device: where the tensors would be.
+        spec: the configuration; without one, only what does not depend on it is answered.
+        backend: as for the operations.
+        probe: whether a device may be initialised for the answer. By default only if this process
+            has initialised it already, so that a process may ask and then fork.
+
+    Raises:
+        ValueError, TypeError: an unknown operation, a spec of another operation.
+        UnknownBackend: a name that no backend has.
+    """
+    questions.check(op, spec)
+    request, source = selector.requested(backend)
+    place = questions.named_device(device)
+    if probe is None:
+        probe = questions.initialised(place)
+    if probe:
+        place = questions.with_index(place)
+    order = selector.order_of(op, request, place)
+    rows = []
+    for name in dict.fromkeys((*order, *registry.names())):
+        try:
+            refusal = verdicts.refusal(name, op, spec, place, probe=probe)
+        except UnknownBackend:  # another thread has taken it back
+            continue
+        if refusal is not None:
+            rows.append(Candidate(name, False, str(refusal)))
+        elif not (probe or verdicts.tried(name, place)):
+            rows.append(Candidate(name, None, "not tried: that needs the device; a call tries it"))
+        elif name not in order:
+            rows.append(Candidate(name, True, f"can run, but {source} does not ask for it"))
+        else:
+            rows.append(Candidate(name, True, ""))
+    chosen = next((r.name for r in rows if r.name in order and r.accepted is not False), None)
+    return Explanation(op, place, spec, source, tuple(rows), chosen)

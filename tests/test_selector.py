@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mla_index
-from mla_index import registry, selector
+from mla_index import registry, selector, verdicts
 from mla_index.registry import CONTRACT_VERSION, Kernel, Limits
 
 TABLE = torch.tensor([[7, 3]], dtype=torch.int32)
@@ -314,7 +314,7 @@ def test_a_forked_child_asks_and_builds_anew_even_while_the_lock_is_held(one):
     held, release = threading.Event(), threading.Event()
 
     def hold():
-        with selector._lock, registry._lock:
+        with verdicts.lock, registry._lock:
             held.set()
             release.wait(10)
 

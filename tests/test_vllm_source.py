@@ -174,7 +174,7 @@ def test_vllms_own_warmup_warms_ours(vllm, monkeypatch):
     """Keys made by vLLM's `get_warmup_keys`, compiled by its `compile_many`."""
     warmed = []
     monkeypatch.setattr(
-        vllm_plugin.selector, "warmup", lambda op, spec, *, device: warmed.append((op, spec))
+        vllm_plugin.warming, "warmup", lambda op, spec, *, device: warmed.append((op, spec))
     )
     vllm_plugin.install()
     module = importlib.import_module(vllm_source.SPARSE_UTILS)

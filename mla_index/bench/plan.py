@@ -11,7 +11,8 @@ import torch
 
 from mla_index.bench.contenders import COMPOSED, COMPOSITION, OPERATIONS, Operation
 from mla_index.errors import BackendUnavailable
-from mla_index.selector import check_names, explain
+from mla_index.explanation import explain
+from mla_index.selector import check_names
 from mla_index.simulation.setting import ConfigError
 from mla_index.specs import Dcp, index_dtype
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mla_index import registry, selector
+from mla_index import registry
 from mla_index.bench.record import Row
 from mla_index.bench.workloads import BLOCK_SIZE
 from mla_index.operations import remap
 from mla_index.specs import RemapSpec
+from mla_index.warming import warmup
 
 WIDTHS = (2048, 2051)
 """An even and an odd K: of one width class, and of different alignment from row to row."""
@@ -32,7 +33,7 @@ def after_warmup(backend: str, device: torch.device, calls: int = 1000) -> Itera
     for compact, name in ((False, "remap"), (True, "remap_counts")):
         for width in WIDTHS:
             spec = RemapSpec(BLOCK_SIZE, width, compact=compact, counts=compact)
-            selector.warmup("remap", spec, device=device, backend=backend)
+            warmup("remap", spec, device=device, backend=backend)
         before = count()
         source = random.Random(0)  # noqa: S311 (shapes, not secrets)
         memory = torch.randint(-1, 4096, (MOST_ROWS * (WIDTHS[1] + 8),), device=device).int()

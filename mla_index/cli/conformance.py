@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mla_index import registry, selector
+from mla_index import registry
 from mla_index.cli import devices, exits
+from mla_index.explanation import explain
 
 COUNTS = ("passed", "failed", "skipped")
 NEEDED = ("pytest", "hypothesis")
@@ -113,7 +114,7 @@ def _tested(required: list[str], every: bool, named: bool, device: torch.device)
         return list(registry.names())
     if named:
         return required
-    rows = selector.explain("remap", device=device, probe=True).rows
+    rows = explain("remap", device=device, probe=True).rows
     able = [row.name for row in rows if row.accepted]
     return list(dict.fromkeys([*able, *required]))
 

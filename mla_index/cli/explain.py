@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mla_index import selector
+from mla_index import explanation
 from mla_index.cli import devices, exits
 from mla_index.cli.tables import backend_table
 from mla_index.registry import OPERATIONS
@@ -53,7 +53,7 @@ def explain(
             spec = _spec(
                 op, block_size, topk, dtype, dcp, interleave, compact, counts, safe_lengths
             )
-            answer = selector.explain(
+            answer = explanation.explain(
                 op, device=place, spec=spec, backend=names(backend), probe=True if probe else None
             )
         except ValueError as error:

@@ -16,9 +16,8 @@ from rich.text import Text
 
 from mla_index.cli import devices, exits
 from mla_index.cli.tables import backend_table
-from mla_index.explanation import Explanation
+from mla_index.explanation import Explanation, explain
 from mla_index.registry import OPERATIONS
-from mla_index.selector import explain
 from mla_index.settings import KNOWN
 from mla_index.version import __version__
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 
 import mla_index_pytest
-from mla_index import registry, selector
+from mla_index import registry
 from mla_index.conformance.target import Failure, Job, NotTaken, Target
+from mla_index.explanation import explain
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _LABEL = "mla_index"
@@ -59,7 +60,7 @@ def _backends(config: pytest.Config) -> list[str]:
             )
     if named:
         return list(dict.fromkeys((*named, *required)))
-    rows = selector.explain("remap", device=_device(config), probe=True).rows
+    rows = explain("remap", device=_device(config), probe=True).rows
     found = {row.name for row in rows if row.accepted}
     return [name for name in registry.names() if name in found or name in required]
 

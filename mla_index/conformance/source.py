@@ -15,6 +15,7 @@ SOURCES = (
     "registry.py",
     "selector.py",
     "specs.py",
+    "verdicts.py",
     "views.py",
 )
 """Kernel and launch sources, relative to the package."""

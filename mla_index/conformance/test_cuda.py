@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mla_index
+from mla_index import verdicts
 from mla_index.conformance import oracle
 from mla_index.conformance.checks import CANARY, Scene, differences, prepare
 from mla_index.conformance.layouts import Placed
@@ -115,8 +116,8 @@ def test_first_use_in_a_capture_says_warmup(target: Target, op: str) -> None:
     number = torch.zeros(1, device=device)
     number.add_(1).zero_()  # loaded before the capture
     # kernels that other tests have built are forgotten, so that this is a first use
-    mla_index.selector._kernels.clear()
-    mla_index.selector._forget_choices()
+    verdicts.forget_kernels()
+    mla_index.reload_environment()  # and with it every choice
 
     def call() -> None:
         if op == "remap":

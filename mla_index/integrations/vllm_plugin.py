@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from mla_index import selector, settings
-from mla_index.explanation import Explanation
+from mla_index import settings, warming
+from mla_index.explanation import explain
 from mla_index.integrations import vllm_forms
 from mla_index.integrations.vllm_forms import FUNCTIONS, MODULE, WARMUP_KERNEL
 from mla_index.specs import RemapSpec, SafeLengthsSpec
@@ -222,7 +222,7 @@ def _who_serves() -> str:
     """Which backend, as far as it can be told without touching a device."""
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     device = accelerator or torch.device("cpu")
-    answer: Explanation = selector.explain("remap", device=device, probe=False)
+    answer = explain("remap", device=device, probe=False)
     return f"on {device.type} by {answer.chosen or 'no backend'} (by {answer.source})"
 
 
@@ -259,5 +259,5 @@ def warm(compile_key: Any) -> None:
         request_rows=getattr(compile_key, "has_idx_mapping", False),
         workspace=compile_key.has_prefill_workspace,
     )
-    selector.warmup("remap", spec, device=device)
-    selector.warmup("safe_lengths", SafeLengthsSpec(), device=device)
+    warming.warmup("remap", spec, device=device)
+    warming.warmup("safe_lengths", SafeLengthsSpec(), device=device)

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from mla_index.explanation import Explanation
-from mla_index.selector import explain, warmup
+from mla_index.explanation import Explanation, explain
 from mla_index.simulation import steps
 from mla_index.simulation.attention import Attended, merge
 from mla_index.simulation.paged import plan_blocks
@@ -30,6 +29,7 @@ from mla_index.simulation.steps import Share
 from mla_index.simulation.trace import read_trace
 from mla_index.simulation.workload import make_workload
 from mla_index.specs import Dcp, RemapSpec, SafeLengthsSpec, Spec
+from mla_index.warming import warmup
 
 BOUND = 1e-5
 """Largest error of float32 attention, both as relative L2 norm and as absolute difference."""
