@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -236,19 +236,19 @@ def run(
     rows: int,
     device: torch.device,
     seed: int,
-    progress: Callable[[int], None] = lambda _: None,
+    share: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Compare on `number` random inputs of `kinds` configurations; what was compared, as data.
 
-    The first failures are kept in `unequal`, each with its configuration.
+    Each failure is kept in `unequal`, with its configuration. Of `share = (part, number)` only a
+    part's configurations are compared; an input is the same whoever compares it.
     """
-    draw = random.Random(seed)  # noqa: S311 - inputs of a test
-    torch.manual_seed(seed)
-    chosen = configurations(kinds, widths, draw)
+    chosen = configurations(kinds, widths, random.Random(seed))  # noqa: S311 - inputs of a test
     done: Counter[str] = Counter()
     unequal = []
-    for index, given in _in_turn(chosen, number):
-        progress(index)
+    for index, given in _in_turn(chosen, number, *share):
+        draw = random.Random(f"{seed}, input {index}")  # noqa: S311
+        torch.manual_seed(draw.getrandbits(63))
         try:
             if given.mode == "view":
                 _compare_views(theirs, ours, given, draw)
@@ -268,6 +268,11 @@ def run(
     }
 
 
-def _in_turn(chosen: list[Configuration], number: int) -> Iterator[tuple[int, Configuration]]:
+def _in_turn(
+    chosen: list[Configuration], number: int, part: int, parts: int
+) -> Iterator[tuple[int, Configuration]]:
+    """The inputs of a part: whole configurations, and as many of each mode as of another."""
     for index in range(number):
-        yield index, chosen[index % len(chosen)]
+        kind = index % len(chosen)
+        if kind // len(MODES) % parts == part:
+            yield index, chosen[kind]

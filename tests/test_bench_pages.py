@@ -103,6 +103,44 @@ def test_the_host_is_compared_with_vllms_convert():
     assert answer("over the 104 µs", record(rows[0])).ask_met is True
 
 
+def host(operation, provider, value, **other):
+    return Row("host_us", value, operation, provider, **{**UNIFORM, "rows": 32, **other})
+
+
+def test_vllms_names_are_compared_with_what_allocates_alike():
+    rows = [
+        host("dcp_filter", "vllm 0.33.0, outputs allocated", 80.0, dcp=8),
+        host("remap_counts", "vllm 0.33.0", 60.0),
+        host("remap_counts", "auto", 14.0),
+        host("remap_counts", "auto by vLLM's names", 15.5),
+        host("remap_counts", "auto, outputs allocated", 21.0),
+        host("remap_counts", "auto by vLLM's names, outputs allocated", 22.0),
+        host("dcp_filter", "auto", 14.0, dcp=8),
+        host("dcp_filter", "auto, outputs allocated", 21.0, dcp=8),
+        host("dcp_filter", "auto by vLLM's names, outputs allocated", 22.75, dcp=8),
+    ]
+    found = answer("vLLM's names over the native function", record(*rows))
+    assert found.reached == (
+        pytest.approx(1.75),
+        "auto by vLLM's names, outputs allocated dcp_filter, 8 ranks at T = 32, K = 2048",
+    )
+    assert (found.ask_met, found.points) == (True, 3)
+    assert answer("over vLLM's convert", record(*rows)).reached.value == pytest.approx(14 / 60)
+    rows.append(host("flat_row_view", "auto, outputs allocated", 3.0, topk=0))
+    rows.append(host("flat_row_view", "auto by vLLM's names, outputs allocated", 5.5, topk=0))
+    assert answer("vLLM's names over the native function", record(*rows)).ask_met is False
+
+
+def test_vllms_names_with_outputs_unlike_are_not_compared():
+    old = record(
+        host("dcp_filter", "vllm 0.33.0", 80.0, dcp=8), host("dcp_filter", "auto", 14.0, dcp=8),
+        host("dcp_filter", "auto, vLLM's names", 25.0, dcp=8), kind="compare",
+    )  # fmt: skip
+    found = answer("vLLM's names over the native function", old)
+    assert found.reached is found.ask_met is None
+    assert pages.beside_vllm(old) == pages.beside_vllm(None) == "Not measured yet."
+
+
 def test_memory_is_compared_with_the_output():
     row = Row("peak_bytes", 7 * 8 * 4 * 16, "remap", "torch", rows=4, topk=16, dtype="int64")
     found = answer("torch: memory", record(row))
@@ -159,6 +197,22 @@ def test_the_tables_show_everything_and_what_was_left_out():
     ):  # fmt: skip
         assert told in text
     assert pages.times(None) == "Not measured yet."
+
+
+def test_the_host_beside_vllm_shows_how_and_each_width():
+    found = record(
+        host("remap", "auto", 14.0), host("remap", "auto", 16.0, topk=4224),
+        host("remap", "auto, outputs allocated", 21.5),
+        host("flat_row_view", "auto, outputs allocated", 3.0, topk=0), kind="compare",
+    )  # fmt: skip
+    text = pages.beside_vllm(found | {"host_method": "in 3 rounds"})
+    for told in (
+        "compare-test.json", "Timed in 3 rounds.",
+        "| µs on the host | auto | auto, outputs allocated |",
+        "| remap, K = 2048 | 14.0 | 21.5 |", "| remap, K = 4224 | 16.0 | – |",
+        "| flat_row_view | – | 3.0 |",
+    ):  # fmt: skip
+        assert told in text
 
 
 def test_the_targets_are_a_table():

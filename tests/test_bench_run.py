@@ -174,6 +174,34 @@ def test_host_time_is_that_of_a_call():
     assert one.low <= one.median <= one.high
 
 
+def test_contenders_on_the_host_are_called_in_turn_in_changing_order(monkeypatch):
+    class Timer:
+        """Stands for torch's: calls once, and takes as long as the clock says."""
+
+        def __init__(self, _, globals, timer):  # noqa: A002
+            self.call = globals["call"]
+
+        def timeit(self, number):
+            assert number == 7
+            self.call()
+            return SimpleNamespace(median=len(called) * 1e-6)
+
+    called = []
+    monkeypatch.setattr(measure, "Timer", Timer)
+    calls = [lambda name=name: called.append(name) for name in "abc"]
+    found = measure.host_times(calls, torch.device("cpu"), number=7, rounds=6)
+    rounds = ["".join(called[start : start + 3]) for start in range(0, 18, 3)]
+    assert rounds == ["abc", "cba", "bca", "acb", "cab", "bac"]
+    assert [sample.median for sample in found] == [pytest.approx(9.5)] * 3
+    assert (found[0].low, found[0].high) == (pytest.approx(6.75), pytest.approx(13.0))
+
+
+def test_launches_are_told_apart_by_the_marker():
+    names = ["remap", "spin_kernel(long)", "fill", "remap", "at::spin_kernel", "spin_kernel"]
+    assert measure.counted(names, measure.MARKER) == [1, 2, 0]
+    assert measure.counted([], measure.MARKER) == []
+
+
 def test_peak_memory_counts_what_is_held_together():
     source = torch.zeros(1000, dtype=torch.int32)
     assert measure.peak_bytes(lambda: source.clone(), torch.device("cpu")) == 4000

@@ -104,6 +104,26 @@ def test_every_operation_can_be_called(operation):
         assert (inputs.lengths >= 1).all()
 
 
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "flat_row_view"])
+def test_a_call_that_allocates_returns_what_the_other_writes(name):
+    operation, inputs = OPERATIONS[name], make_inputs(uniform_batch(9, dcp=(2,)), 64)
+    (ranks,) = operation.ranks((2,))
+    inputs.blank()
+    given = bind(operation, "torch", inputs, ranks)()
+    written = (inputs.out.clone(), inputs.counts.clone(), inputs.lengths.clone())
+    inputs.blank()
+    made = bind(operation, "torch", inputs, ranks, allocate=True)()
+    if name == "safe_lengths":
+        assert torch.equal(made, written[2])
+        assert given.data_ptr() == inputs.lengths.data_ptr() != made.data_ptr()
+        return
+    assert (inputs.out == -7).all()
+    assert (inputs.counts == inputs.lengths).all()  # both are as they were
+    for one, other, right in zip(made, given, written, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, right)
+
+
 def test_everything_is_measured_for_the_largest_number_of_ranks():
     assert OPERATIONS["everything"].ranks((2, 4)) == (4,)
     assert OPERATIONS["everything"].ranks(()) == (1,)

@@ -11,6 +11,7 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,14 @@ import torch
 from conftest import PROJECT
 from test_vllm_names import documented_sites
 
+from mla_index.bench import asked, record
 from mla_index.integrations import vllm as ours
 from mla_index.integrations import vllm_forms, vllm_plugin
 
 sys.path.insert(0, str(PROJECT / "benchmarks"))
 vllm_equality = importlib.import_module("vllm_equality")
 vllm_source = importlib.import_module("vllm_source")
+vllm_timing = importlib.import_module("vllm_timing")
 sys.path.remove(str(PROJECT / "benchmarks"))
 
 SOURCE = os.environ.get("VLLM_SRC_FOR_TESTS")
@@ -217,7 +220,7 @@ def compare(source, *arguments):
 
 def test_equal_on_random_inputs(source):
     pytest.importorskip("triton", reason="vLLM's kernels are defined with Triton")
-    result = compare(source, "--equality", "64", "--kinds", "32")
+    result = compare(source, "--equality", "64", "--kinds", "32", "--processes", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "64 inputs, 0 unequal" in result.stdout
 
@@ -285,6 +288,92 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_comparison_sees(fault):
     assert equal(with_fault(*FAULTS[fault]))["unequal"]
+
+
+def test_shares_of_the_inputs_are_all_of_them():
+    spoiled = with_fault(CONVERT, one_slot)
+    whole = equal(spoiled)
+    shares = [equal(spoiled, share=(part, 2)) for part in range(2)]
+    assert sum((Counter(share["by_mode"]) for share in shares), Counter()) == whole["by_mode"]
+    assert all(set(share["by_mode"]) == set(vllm_equality.MODES) for share in shares)
+    unequal = [told for share in shares for told in share["unequal"]]
+    assert sorted(unequal) == sorted(whole["unequal"])
+    assert whole["unequal"]
+
+
+# --- time on the host, without vLLM --------------------------------------------------------------
+
+ALLOCATE_ALWAYS = {"dcp_filter", "safe_lengths"}
+LAUNCH_NOTHING = {"flat_row_view", "request_row_bounds"}
+
+
+def on_the_host(theirs, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    state = vllm_timing.Comparison(theirs, "0.0", "torch", torch.device("cpu"), deadline)
+    arguments = SimpleNamespace(
+        operations=("remap", "remap_counts", "dcp_filter", "request_rows", "safe_lengths"),
+        dcp=(2,), host_topk=(128,), host_rounds=2, host_calls=1, seconds=seconds,
+    )  # fmt: skip
+    timed = vllm_timing.on_the_host(state, arguments)
+    assert len(timed) == len({row.operation for row in state.rows})
+    return state
+
+
+def test_like_is_timed_beside_like():
+    state = on_the_host(SimpleNamespace(**vllm_forms.FUNCTIONS))
+    assert state.wrong == state.left_out == []
+    providers = {}
+    for row in state.rows:
+        assert (row.metric, row.value > 0) == ("host_us", True)
+        providers.setdefault(row.operation, set()).add(row.provider)
+    given = {"vllm 0.0", "auto", "auto by vLLM's names"}
+    allocated = {f"{name}, outputs allocated" for name in given}
+    for operation in ("remap", "remap_counts", "request_rows"):
+        assert providers.pop(operation) == given | allocated
+    for operation in ALLOCATE_ALWAYS:
+        assert providers.pop(operation) == {"auto"} | allocated
+    for operation in LAUNCH_NOTHING:
+        assert providers.pop(operation) == allocated
+    assert providers == {}
+    read = record.rows_of({"rows": [row.as_dict() for row in state.rows]})
+    points = list(asked.names_over_native(record.Table(read)))
+    assert len(points) == 3 * 2 + len(ALLOCATE_ALWAYS) + len(LAUNCH_NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("fault", "operations"),
+    [
+        ("slot", {"remap", "remap_counts", "request_rows"}),
+        ("count", {"remap_counts", "request_rows"}),
+        ("filtered", {"dcp_filter"}),
+        ("length", {"safe_lengths"}),
+        ("stride", {"flat_row_view"}),
+        ("bounds", {"request_row_bounds"}),
+    ],
+)
+def test_what_is_not_equal_is_not_timed(fault, operations):
+    state = on_the_host(with_fault(*FAULTS[fault]))
+    assert {told.partition(",")[0] for told in state.wrong} == operations
+    assert operations.isdisjoint(row.operation for row in state.rows)
+    assert len({row.operation for row in state.rows}) == 7 - len(operations)
+
+
+def test_what_breaks_is_told_and_takes_nothing_else_away():
+    functions = dict(vllm_forms.FUNCTIONS)
+    del functions["prepare_sparse_mla_safe_lengths"]
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    state = on_the_host(SimpleNamespace(**functions, prepare_sparse_mla_safe_lengths=broken))
+    assert state.wrong == ["safe_lengths, dcp 1, T = 32, K = 128: RuntimeError: out of memory"]
+    assert len({row.operation for row in state.rows}) == 6
+
+
+def test_when_the_seconds_are_over_the_rest_is_left_out():
+    state = on_the_host(SimpleNamespace(**vllm_forms.FUNCTIONS), seconds=-1.0)
+    assert len(state.left_out) == 7
+    assert state.rows == state.wrong == []
 
 
 def test_only_racing_programs_may_change_the_order():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mla_index.bench.contenders import COMPOSITION
+from mla_index.bench.contenders import ALLOCATED, COMPOSITION, NAMES
 from mla_index.bench.record import Row, Table, rows_of
 
 LARGE_ROWS = 2048
@@ -125,7 +125,7 @@ def slower_than_vllm(provider: str) -> Measure:
     """How much slower than vLLM, over what is allowed: above 1 is too slow."""
 
     def measure(table: Table) -> Iterator[Point]:
-        for row, value in _pairs(table, provider, _vllm(table), "gpu_us"):
+        for row, value in _pairs(table, provider, vllm_in(table), "gpu_us"):
             allowed = max(SLACK_SHARE * value, SLACK_US)
             yield Point((row.value - value) / allowed, _where(row))
 
@@ -136,7 +136,7 @@ def against_vllm(provider: str) -> Measure:
     """Time over vLLM's, wherever vLLM takes a noticeable time."""
 
     def measure(table: Table) -> Iterator[Point]:
-        for row, value in _pairs(table, provider, _vllm(table), "gpu_us"):
+        for row, value in _pairs(table, provider, vllm_in(table), "gpu_us"):
             if value > NOTICEABLE_US:
                 yield Point(row.value / value, _where(row))
 
@@ -159,7 +159,7 @@ def fused_over_counts(provider: str) -> Measure:
 
 def host_over_vllm(table: Table) -> Iterator[Point]:
     """Host time of `auto` over that of vLLM's convert, both with counts and outputs given."""
-    theirs = table.value("host_us", operation="remap_counts", provider=_vllm(table))
+    theirs = table.value("host_us", operation="remap_counts", provider=vllm_in(table))
     for row in table.find("host_us", operation="remap_counts", provider="auto"):
         if theirs:
             yield Point(row.value / theirs, _where(row))
@@ -169,6 +169,16 @@ def host_against_figure(table: Table) -> Iterator[Point]:
     """The same over the 104 µs that vLLM 0.33.0 was measured to take on an H200's host."""
     for row in table.find("host_us", operation="remap_counts", provider="auto"):
         yield Point(row.value / 104.0, _where(row))
+
+
+def names_over_native(table: Table) -> Iterator[Point]:
+    """Host time by vLLM's names less that of the operation, with outputs given or allocated alike.
+
+    The two functions that launch nothing return what they make, and so allocate in either form.
+    """
+    for ending in ("", ALLOCATED):
+        for row, value in _pairs(table, NAMES + ending, "auto" + ending, "host_us"):
+            yield Point(row.value - value, _where(row))
 
 
 def plainly(metric: str, provider: str | None = None, *operations: str) -> Measure:
@@ -242,6 +252,10 @@ TARGETS: tuple[Target, ...] = (
         host_against_figure, 1 / 8, 1 / 10, "× 104 µs",
     ),
     Target(
+        "host cost of vLLM's names over the native function, outputs alike",
+        names_over_native, 2.0, unit="µs",
+    ),
+    Target(
         "kernels compiled after `warmup` by random calls",
         plainly("compiled_after_warmup"), 0, unit="kernels",
     ),
@@ -309,9 +323,10 @@ def _what(row: Row) -> tuple[object, ...]:
     return (row.operation, row.dcp, *_shape(row).values())
 
 
-def _vllm(table: Table) -> str:
-    """The provider that is vLLM, whatever its version."""
-    return next((row.provider for row in table.rows if row.provider.startswith("vllm")), "vllm")
+def vllm_in(table: Table) -> str:
+    """The provider that is vLLM, whatever its version, with outputs given where that can be."""
+    names = (row.provider for row in table.rows if row.provider.startswith("vllm"))
+    return next(names, "vllm").removesuffix(ALLOCATED)
 
 
 def _where(row: Row) -> str:

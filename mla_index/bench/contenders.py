@@ -20,6 +20,10 @@ COPY = "copy"
 """`out.copy_(token_indices)`: the least that must move."""
 COMPOSITION = "composition"
 """The provider of what a user would write in plain torch."""
+NAMES = "auto by vLLM's names"
+"""The provider of the operations called by vLLM's names, in the comparison with vLLM."""
+ALLOCATED = ", outputs allocated"
+"""Ends the name of a provider whose calls are given no outputs, in the comparison with vLLM."""
 
 CACHE_SHAPE = (1024, BLOCK_SIZE, 576)
 """Of the cache of which `flat_row_view` makes a view."""
@@ -27,7 +31,7 @@ CACHE_SHAPE = (1024, BLOCK_SIZE, 576)
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation as it is timed, with every output given.
+    """An operation as it is timed.
 
     Args:
         name: what `--op` takes and records hold.
@@ -79,13 +83,22 @@ COMPOSED = ("remap", "remap_counts", "dcp_filter")
 """Operations that are also timed as a plain composition."""
 
 
-def bind(operation: Operation, provider: str, inputs: Inputs, dcp: int = 1) -> Call:
-    """The call of an operation on one set of inputs, by a backend or `COMPOSITION`."""
+def bind(
+    operation: Operation, provider: str, inputs: Inputs, dcp: int = 1, *, allocate: bool = False
+) -> Call:
+    """The call of an operation on one set of inputs, by a backend or `COMPOSITION`.
+
+    Args:
+        operation: which.
+        provider: whose.
+        inputs: with the outputs, all of which the call is given ...
+        dcp: the number of ranks.
+        allocate: ... or none, so that it allocates them; not for `COMPOSITION`.
+    """
     batch = inputs.batch
     if operation.name == "safe_lengths":
-        return partial(
-            safe_lengths, inputs.out, inputs.given_counts, out=inputs.lengths, backend=provider
-        )
+        out = None if allocate else inputs.lengths
+        return partial(safe_lengths, inputs.out, inputs.given_counts, out=out, backend=provider)
     if operation.name == "flat_row_view":
         device = inputs.tokens.device
         cache = torch.empty(CACHE_SHAPE, dtype=torch.bfloat16, device=device)
@@ -94,12 +107,16 @@ def bind(operation: Operation, provider: str, inputs: Inputs, dcp: int = 1) -> C
     share = Dcp(dcp, measured_rank(dcp)) if dcp > 1 else None
     if provider == COMPOSITION:
         return partial(compose, *arguments, inputs.out, inputs.counts, share, operation.compact)
-    keywords: dict[str, Any] = {"block_size": BLOCK_SIZE, "out": inputs.out, "backend": provider}
+    keywords: dict[str, Any] = {"block_size": BLOCK_SIZE, "backend": provider}
     keywords |= {name: getattr(batch, name) for name in operation.inputs}
     if operation.compact:
-        keywords |= {"compact": True, "counts_out": inputs.counts}
-    if operation.lengths:
-        keywords["lengths_out"] = inputs.lengths
+        keywords["compact"] = True
+    if allocate:
+        keywords |= {"counts": operation.compact, "safe_lengths": operation.lengths}
+    else:
+        keywords["out"] = inputs.out
+        keywords |= {"counts_out": inputs.counts} if operation.compact else {}
+        keywords |= {"lengths_out": inputs.lengths} if operation.lengths else {}
     if operation.name == "dcp_filter" and share is not None:
         return partial(dcp_filter, *arguments, share, **keywords)
     return partial(remap, *arguments, dcp=share, **keywords)

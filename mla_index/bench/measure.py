@@ -13,7 +13,7 @@ import gc
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
@@ -32,6 +32,8 @@ Late = Callable[[], bool]
 GRAPH_US = 400.0
 """Microseconds that a graph should take, so that its own start does not count."""
 FEWEST_LAUNCHES, MOST_LAUNCHES = 4, 256
+MARKER = "spin_kernel"
+"""In the name of the kernel of `torch.cuda._sleep`."""
 BYTES_A_US = 3e6
 """Bytes that a device is assumed to move in a microsecond, to choose the number of launches."""
 
@@ -132,17 +134,40 @@ def graph_times(graphs: Sequence[Graph], rounds: int, late: Late) -> list[Sample
 
 
 def host_time(call: Call, device: torch.device, *, number: int, repeats: int = 5) -> Sample:
-    """Microseconds that a call keeps the host, in a loop without synchronisation.
+    """Microseconds that a call keeps the host, in a loop without synchronisation."""
+    return host_times([call], device, number=number, rounds=repeats)[0]
 
-    Between the repeats the device is waited for, so that its queue never fills.
+
+def host_times(
+    calls: Sequence[Call], device: torch.device, *, number: int, rounds: int
+) -> list[Sample]:
+    """Microseconds that each call keeps the host, in loops without synchronisation.
+
+    In each round each call has a loop of its own, in an order that changes from round to round, so
+    that neither the host's clock nor a neighbour falls on one call alone; the samples are over the
+    rounds. Between the loops the device is waited for, so that its queue never fills.
+
+    Args:
+        calls: of the contenders; have run before.
+        device: where they launch.
+        number: calls in a loop.
+        rounds: loops of each call.
     """
-    timer = Timer("call()", globals={"call": call}, timer=time.perf_counter)
-    values = []
-    for _ in range(repeats):
-        values.append(timer.timeit(number).median * 1e6)
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
-    return summary(values)
+    timers = [Timer("call()", globals={"call": call}, timer=time.perf_counter) for call in calls]
+    values: list[list[float]] = [[] for _ in calls]
+    for turn in range(rounds):
+        for index in _order(len(calls), turn):
+            values[index].append(timers[index].timeit(number).median * 1e6)
+            if device.type != "cpu":
+                torch.get_device_module(device).synchronize(device)
+    return [summary(found) for found in values]
+
+
+def _order(count: int, turn: int) -> list[int]:
+    """So many indices, beginning with another one each turn, every second turn backwards."""
+    start = turn // 2 % count
+    indices = [*range(start, count), *range(start)]
+    return indices[::-1] if turn % 2 else indices
 
 
 # --- on the CPU ----------------------------------------------------------------------------------
@@ -200,8 +225,41 @@ def kernels(call: Call) -> int:
     with _quiet(), profile(activities=[ProfilerActivity.CUDA]) as found:
         call()
         torch.cuda.synchronize()
-    on_device = DeviceType.CUDA
-    return sum(event.device_type == on_device for event in found.events() or ())
+    return len(_on_device(found))
+
+
+def kernels_each(calls: Sequence[Call]) -> list[int] | None:
+    """The same of several calls, in one run of the profiler; None where it does not see them all.
+
+    Between the calls a kernel that sleeps tells them apart, as all are launched on one stream.
+    """
+    torch.cuda.synchronize()
+    with _quiet(), profile(activities=[ProfilerActivity.CUDA]) as found:
+        for call in calls:
+            call()
+            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    counts = counted(_on_device(found), MARKER)
+    return counts if len(counts) == len(calls) else None
+
+
+def counted(names: Iterable[str], marker: str) -> list[int]:
+    """How many names stand before each that contains the marker, since the one before."""
+    counts, since = [], 0
+    for name in names:
+        if marker in name:
+            counts.append(since)
+            since = 0
+        else:
+            since += 1
+    return counts
+
+
+def _on_device(found: profile) -> list[str]:
+    """Names of what a profile saw on the device, in the order in which it began."""
+    seen = found.events() or ()  # type: ignore[no-untyped-call]
+    events = [event for event in seen if event.device_type == DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
 def synchronises(call: Call) -> bool:

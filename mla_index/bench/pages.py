@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_index.bench.asked import Answer, Point, answers
+from mla_index.bench.asked import Answer, Point, answers, vllm_in
 from mla_index.bench.contenders import COPY
 from mla_index.bench.record import Row, Table, read, rows_of
 
@@ -55,6 +55,7 @@ def sections(found: Mapping[str, Record]) -> dict[tuple[str, str], str]:
     if "bench cuda" in found:
         made["README.md", "speed"] = summary(found["bench cuda"], found.get("compare cuda"))
     made["docs/performance.md", "asked"] = asked(list(found.values()))
+    made["docs/performance.md", "host-vllm"] = beside_vllm(found.get("compare cuda"))
     for kind in ("cuda", "cpu"):
         made["docs/performance.md", f"times-{kind}"] = times(found.get(f"bench {kind}"))
     return made
@@ -86,7 +87,7 @@ def summary(record: Record, comparison: Record | None = None) -> str:
             lines.append((f"{title}, {provider}", _times(table, operation, provider, ranks, TOPK)))
         if comparison is not None:
             theirs = Table(rows_of(comparison))
-            vllm = next((r.provider for r in theirs.rows if r.provider.startswith("vllm")), "vllm")
+            vllm = vllm_in(theirs)
             lines.append((f"{title}, {vllm}", _times(theirs, operation, vllm, ranks, TOPK)))
     body = _table(
         ["µs on the device, T =", *map(str, shown)],
@@ -113,6 +114,15 @@ def asked(found: Sequence[Record]) -> str:
             (_answer(answer) for answer in answers(*found)),
         )
     )
+
+
+def beside_vllm(record: Record | None) -> str:
+    """Host time of every way to make a call, from the comparison with vLLM."""
+    if record is None or "host_method" not in record:  # older records compare unlike calls
+        return "Not measured yet."
+    where = f"{_where(record)}. Record: `benchmarks/results/{record['file']}`."
+    method = f"Timed {record['host_method']}."
+    return "\n".join([where, method, *_host_lines(Table(rows_of(record)))])
 
 
 def times(record: Record | None) -> str:
@@ -151,9 +161,12 @@ def _host_lines(table: Table) -> list[str]:
         return []
     providers = list(dict.fromkeys(row.provider for row in rows))
     lines = []
-    for operation, ranks in dict.fromkeys((row.operation, row.dcp) for row in rows):
-        own = {r.provider: r.value for r in rows if (r.operation, r.dcp) == (operation, ranks)}
+    several = len({row.topk for row in rows if row.topk}) > 1
+    for what in dict.fromkeys((row.operation, row.dcp, row.topk) for row in rows):
+        own = {r.provider: r.value for r in rows if (r.operation, r.dcp, r.topk) == what}
+        operation, ranks, topk = what
         title = f"{operation}, {ranks} ranks" if ranks > 1 else operation
+        title += f", K = {topk}" if several and topk else ""
         lines.append([title, *(_number(own.get(provider)) for provider in providers)])
     return ["", *_table(["µs on the host", *providers], lines)]
 

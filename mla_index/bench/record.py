@@ -53,7 +53,9 @@ class Row:
         metric: a key of `METRICS`.
         value: what was measured; of repeated measurements the median.
         operation: as `--op` names it; `copy`; or what else was measured (`import`).
-        provider: a backend, `auto`, `torch` for `copy`, `composition`, or `vllm <version>`.
+        provider: a backend, `auto`, `torch` for `copy`, `composition`, or `vllm <version>`; in the
+            comparison with vLLM also `auto by vLLM's names`, and on its host each of these with
+            `, outputs allocated` behind, where the call is given none.
         workload: `uniform`, `trace decode` or `trace prefill`; empty where there is none.
         rows, topk, dcp: T, K and the number of DCP ranks; 0 where they play no part.
         valid: share of entries that are not -1.
