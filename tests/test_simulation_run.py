@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +12,12 @@ import torch
 from mla_index import Reason, UnknownBackend, register, unregister
 from mla_index.backends import torch as right
 from mla_index.registry import CONTRACT_VERSION, Kernel, Limits
+from mla_index.simulation import memory
+from mla_index.simulation.memory import refuse_too_large
 from mla_index.simulation.paged import plan_blocks
 from mla_index.simulation.report import Check
 from mla_index.simulation.run import BOUND, simulate
-from mla_index.simulation.setting import Config, ConfigError, refuse_too_large
+from mla_index.simulation.setting import Config, ConfigError
 from mla_index.simulation.trace import Request
 
 SMALL = {"requests": 8, "topk": 64, "heads": 2}  # the fifth has three tokens
@@ -24,7 +29,7 @@ SMALL = {"requests": 8, "topk": 64, "heads": 2}  # the fifth has three tokens
         {},
         {"dcp": 1},
         {"dcp": 3, "interleave": 48},
-        {"dcp": 2, "interleave": 128, "rows_per_request": 3, "seed": 7},
+        {"dcp": 2, "interleave": 128, "rows": 3, "seed": 7},
     ],
     ids=str,
 )
@@ -33,7 +38,7 @@ def test_every_bound_holds(more):
     assert report.passed
     assert all(math.isfinite(check.value) for check in report.checks)
     assert any(check.bound == BOUND and check.value > 0 for check in report.checks)
-    rows = 8 * more.get("rows_per_request", 1)
+    rows = 8 * more.get("rows", 1)
     assert report.rows == rows
     assert len(report.ranks) == more.get("dcp", 4)
     for rank in (report.single, *report.ranks):
@@ -166,10 +171,11 @@ def test_nan_exceeds_every_bound():
         ({"dcp": 0}, "dcp must be at least 1"),
         ({"interleave": -1}, "interleave must be at least 1"),
         ({"heads": 0}, "heads must be at least 1"),
-        ({"rows_per_request": 0}, "rows_per_request must be at least 1"),
+        ({"rows": 0}, "rows must be at least 1"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"dcp": 2**20, "interleave": 2**20}, "size * "),
         ({"device": "abacus"}, "abacus"),
+        ({"device": "meta"}, "device must hold values"),
     ],
     ids=str,
 )
@@ -185,9 +191,106 @@ def test_an_unknown_backend_is_refused_before_any_work():
         Config(backend="abacus")
 
 
-def test_a_cache_beyond_the_machine_is_refused_before_it_is_allocated():
-    hours = 2**20
-    huge = [Request(0, hours * 512, 0, tuple(range(hours)))]
-    plan = plan_blocks(huge, block_size=2**16)
-    with pytest.raises(ConfigError, match=r"requests must be fewer: .* takes 24\d\d\.\d GB"):
-        refuse_too_large([plan], torch.device("cpu"))
+def requests_of(*lengths):
+    """Requests that share nothing."""
+    return [
+        Request(0, length, 0, tuple(range(n << 20, (n << 20) + -(-length // 512))))
+        for n, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "lengths", "message"),
+    [
+        (
+            {"rows": 100_000},
+            [6000] * 24,
+            "rows must be lower than 100000: the run would take about",
+        ),
+        ({"heads": 10**6}, [6000] * 24, "heads must be lower than 1000000: "),
+        ({"topk": 10**8}, [6000] * 24, "topk must be lower than 100000000: "),
+        ({"dcp": 10**6}, [6000] * 24, "dcp must be lower than 1000000: "),
+        (
+            {"rows": 10**6, "heads": 1, "topk": 1, "dcp": 1},
+            [10**6],
+            "for the indexer's scores, and",
+        ),
+        ({}, [500_000] * 64, "requests must be lower than 64: "),
+        ({}, [10**8], "the trace must have shorter prompts: "),
+    ],
+    ids=str,
+)
+def test_what_the_machine_cannot_hold_is_refused_and_the_parameter_named(
+    monkeypatch, more, lengths, message
+):
+    monkeypatch.setattr(memory, "available", lambda device: 4 * 10**9)
+    requests = requests_of(*lengths)
+    plan = plan_blocks(requests, block_size=64)
+    with pytest.raises(ConfigError) as error:
+        refuse_too_large(Config(**more), requests, [plan], torch.device("cpu"))
+    assert message in str(error.value)
+    assert str(error.value).endswith(", and cpu has 4.00 GB free")
+
+
+def test_it_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr("mla_index.simulation.run.make_workload", None)
+    monkeypatch.setattr("mla_index.simulation.run._choose", None)
+    with pytest.raises(ConfigError, match="rows must be lower than 10000000000"):
+        simulate(Config(rows=10**10))
+
+
+def test_where_nobody_knows_the_memory_nothing_is_refused():
+    requests = requests_of(10**6)
+    plan = plan_blocks(requests, block_size=64)
+    refuse_too_large(Config(rows=10**3), requests, [plan], torch.device("xpu"))
+
+
+def test_the_memory_of_this_machine_is_known():
+    assert 10**8 < memory.available(torch.device("cpu")) < 10**14
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells it there")
+@pytest.mark.parametrize("more", [{"topk": 300_000}, {"rows": 32}], ids=str)
+def test_the_estimate_is_about_what_is_taken(more):
+    """Measured in a process of its own, whose peak is nobody else's."""
+    code = f"""
+from pathlib import Path
+from mla_index.simulation import memory, run
+from mla_index.simulation.setting import Config
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+found, needed = {{}}, memory.needed
+memory.needed = lambda *arguments: found.update(needed(*arguments)) or found
+run.simulate(Config(requests=1, topk=1, heads=1, dcp=1))  # what is loaded at first use
+before = peak()
+run.simulate(Config(**{more!r}))
+print(sum(found.values()), peak() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    estimated, taken = map(int, done.stdout.split())
+    assert 0.6 < estimated / taken < 2.5
+
+
+@pytest.mark.parametrize(
+    ("error", "exhausted"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("Error code 12"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+    ids=repr,
+)
+def test_what_says_that_memory_ran_out(error, exhausted):
+    assert memory.is_exhausted(error) is exhausted
+
+
+def test_what_torch_says_on_the_cpu_is_known():
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2**60, dtype=torch.int8)
+    assert memory.is_exhausted(error.value)

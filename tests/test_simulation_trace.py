@@ -37,12 +37,19 @@ def test_the_limit_stops_before_what_lies_behind_it(tmp_path):
         ({**GOOD, "input_length": "600"}, "got '600'"),
         ({**GOOD, "output_length": -1}, "output_length must be an integer of at least 0"),
         ({**GOOD, "timestamp": None}, "timestamp must be a number"),
+        (
+            {**GOOD, "timestamp": float("nan")},
+            "timestamp must be a number of milliseconds, got nan",
+        ),
+        ({**GOOD, "input_length": float("inf")}, "input_length must be an integer of at least 1"),
+        ("[" * 100_000, "line 2: not a request: nested too deep"),
         ({**GOOD, "hash_ids": 3}, "hash_ids must be a list"),
         ({**GOOD, "hash_ids": [1, -2]}, "hash_ids must be a list of integers of at least 0"),
         ({**GOOD, "hash_ids": [1]}, "that is 2, got 1"),
         ({**GOOD, "hash_ids": [1, 2, 3]}, "that is 2, got 3"),
         ({key: GOOD[key] for key in GOOD if key != "hash_ids"}, "hash_ids must be a list"),
     ],
+    ids=lambda given: str(given)[:60],
 )
 def test_a_broken_line_is_named(tmp_path, line, message):
     with pytest.raises(TraceError) as error:

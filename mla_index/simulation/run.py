@@ -15,6 +15,7 @@ import torch
 from mla_index.explanation import Explanation, explain
 from mla_index.simulation import steps
 from mla_index.simulation.attention import Attended, merge
+from mla_index.simulation.memory import refuse_too_large
 from mla_index.simulation.paged import plan_blocks
 from mla_index.simulation.report import Check, Report
 from mla_index.simulation.setting import (
@@ -23,7 +24,6 @@ from mla_index.simulation.setting import (
     Progress,
     Setting,
     Stages,
-    refuse_too_large,
 )
 from mla_index.simulation.steps import Share
 from mla_index.simulation.trace import read_trace
@@ -46,24 +46,24 @@ def simulate(config: Config, progress: Progress | None = None) -> Report:
 
     Raises:
         TraceError: the trace cannot be read.
-        ConfigError: the cache would not fit the machine.
+        ConfigError: it would not fit the memory of the machine or the device.
         BackendUnavailable, BackendUnsupported: no backend can serve an operation.
     """
     requests = read_trace(config.trace, config.requests)
     device = config.place()
     stages = Stages(device, PASSES * len(requests), progress)
-    explanations = _choose(config, device, stages)
     plan = plan_blocks(requests, block_size=BLOCK_SIZE, seed=config.seed)
+    refuse_too_large(config, requests, [plan], device)  # before as many plans as there are ranks
+    explanations = _choose(config, device, stages)
     shards = [
         plan_blocks(requests, block_size=BLOCK_SIZE, dcp=dcp, seed=config.seed)
         for dcp in (Dcp(config.dcp, rank, config.interleave) for rank in range(config.dcp))
     ]
-    refuse_too_large([plan], device)
-    refuse_too_large(shards, device)
+    refuse_too_large(config, requests, shards, device)
     workload = make_workload(
         requests,
         heads=config.heads,
-        rows_per_request=config.rows_per_request,
+        rows_per_request=config.rows,
         seed=config.seed,
         device=device,
     )
@@ -109,11 +109,11 @@ def _choose(config: Config, device: torch.device, stages: Stages) -> dict[str, E
     )
     share = replace(whole, dcp_size=config.dcp, dcp_interleave=config.interleave)
     specs: tuple[tuple[str, Spec], ...] = (
-        ("flat_row_view", None),
         ("remap", whole),
         ("dcp_filter", replace(share, safe_lengths=False)),
         ("dcp_filter", share),
         ("safe_lengths", SafeLengthsSpec()),
+        ("flat_row_view", None),
     )
     start = time.perf_counter()  # not `timed`, which waits for a device that may not be there
     for op, spec in specs:

@@ -1,10 +1,9 @@
-"""What a simulation is asked for, what it carries along, and whether the machine can hold it."""
+"""What a simulation is asked for, and what it carries along."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 from mla_index.errors import UnknownBackend
 from mla_index.selector import Names, check_names
-from mla_index.simulation.paged import BlockPlan, pool_bytes
 from mla_index.simulation.workload import Workload
 from mla_index.specs import Dcp
 
@@ -39,14 +37,15 @@ class Config:
         dcp: ranks of the second part.
         interleave: adjacent tokens that stay on one rank.
         heads: query heads.
-        rows_per_request: query rows of each request, 1 + drafted tokens.
+        rows: query rows of each request, 1 + drafted tokens.
         seed: of contents, queries and block order, at least 0.
         backend: for every operation, as the operations take it.
         device: where the cache lives and the operations run; the first of its type without an
             index.
 
     Raises:
-        ConfigError: a number out of its range, a device that torch does not know.
+        ConfigError: a number out of its range, a device that torch does not know or that holds
+            no values.
         UnknownBackend: a name that no backend has.
     """
 
@@ -56,15 +55,13 @@ class Config:
     dcp: int = 4
     interleave: int = 1
     heads: int = 16
-    rows_per_request: int = 1
+    rows: int = 1
     seed: int = 0
     backend: Names = "auto"
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(
-            ("requests", "topk", "dcp", "interleave", "heads", "rows_per_request"), 1
-        )
+        least = dict.fromkeys(("requests", "topk", "dcp", "interleave", "heads", "rows"), 1)
         for name, low in {**least, "seed": 0}.items():
             if getattr(self, name) < low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
@@ -80,6 +77,8 @@ class Config:
     def place(self) -> torch.device:
         """The device, with the index that tensors on it will report."""
         device = torch.device(self.device)
+        if device.type == "meta":
+            raise ConfigError("device must hold values to attend to, got meta")
         if device.type == "cpu":
             return torch.device("cpu")
         return torch.device(device.type, device.index or 0)
@@ -129,22 +128,3 @@ class Setting:
     device: torch.device
     stages: Stages
     workload: Workload
-
-
-def refuse_too_large(plans: Sequence[BlockPlan], device: torch.device) -> None:
-    """Raise `ConfigError` for caches that the machine or the device cannot hold together.
-
-    Counted with the other layer's pages: a device really allocates them, a host may refuse to.
-    """
-    if device.type == "cpu":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    elif device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[0]
-    else:
-        return
-    needed = sum(pool_bytes(plan) for plan in plans)
-    if needed > memory:
-        raise ConfigError(
-            f"requests must be fewer: the cache of these takes {needed / 1e9:.1f} GB, "
-            f"and {device} has {memory / 1e9:.1f} GB"
-        )

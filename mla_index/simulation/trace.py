@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -67,6 +68,8 @@ def _requests(lines: Any, name: str) -> Iterator[Request]:
             yield _request(json.loads(line))
         except json.JSONDecodeError as error:
             raise TraceError(f"{name}, line {number}: not JSON: {error.msg}") from error
+        except RecursionError as error:
+            raise TraceError(f"{name}, line {number}: not a request: nested too deep") from error
         except ValueError as error:
             raise TraceError(f"{name}, line {number}: {error}") from error
 
@@ -77,7 +80,11 @@ def _request(line: object) -> Request:
     length = _integer(line, "input_length", least=1)
     output_length = _integer(line, "output_length", least=0)
     timestamp = line.get("timestamp")
-    if isinstance(timestamp, bool) or not isinstance(timestamp, int | float):
+    if (
+        isinstance(timestamp, bool)
+        or not isinstance(timestamp, int | float)
+        or not abs(timestamp) < math.inf  # nor NaN
+    ):
         raise ValueError(f"timestamp must be a number of milliseconds, got {timestamp!r}")
     ids = line.get("hash_ids")
     if not isinstance(ids, list) or not all(type(item) is int and item >= 0 for item in ids):
