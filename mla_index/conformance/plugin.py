@@ -6,6 +6,10 @@ Loaded by `mla_index_pytest` when it is needed.
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,12 +20,14 @@ import pytest
 import torch
 
 import mla_index_pytest
-from mla_index import registry
+from mla_index import questions, registry
+from mla_index.conformance.run import EMULATION
 from mla_index.conformance.target import Failure, Job, NotTaken, Target
 from mla_index.explanation import explain
 
 _OUTCOMES = ("passed", "failed", "skipped")
 _LABEL = "mla_index"
+_TEST = "mla_index_test"
 _ANY = "(any)"
 """What stands for the backend of a test that no backend has a part in."""
 
@@ -37,9 +43,7 @@ def _device(config: pytest.Config) -> torch.device:
         raise pytest.UsageError(f"--mla-device {given}: {error}") from None
     if device.type == "meta":
         raise pytest.UsageError("--mla-device meta: its tensors hold nothing to compare")
-    if device.type == "cpu" or device.index is not None:
-        return torch.device("cpu") if device.type == "cpu" else device
-    return torch.device(device.type, torch.get_device_module(device).current_device())
+    return questions.with_index(device)
 
 
 def _full(config: pytest.Config) -> bool:
@@ -130,9 +134,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         op = job.op if isinstance(job, Job) else marker.args[0] if marker else None
         if op is not None:
             backend = chosen.backend if isinstance(chosen, Target) else _ANY
-            item.user_properties.append((_LABEL, f"{backend} {op}"))
+            item.user_properties += [(_LABEL, f"{backend} {op}"), (_TEST, _address(item))]
         if grouped and isinstance(job, Job):
             item.add_marker(pytest.mark.xdist_group(_group(job)))
+
+
+def _address(item: pytest.Item) -> str:
+    """How `pytest --pyargs` finds the test again from any folder, unlike its node id.
+
+    The tests of others, which plugins and paths of theirs may have to be there for, keep theirs.
+    """
+    module = getattr(getattr(item, "module", None), "__name__", "")
+    if not module.startswith(f"{mla_index_pytest.SUITE}."):
+        return item.nodeid
+    return f"{module}::{item.nodeid.partition('::')[2]}"
 
 
 def _group(job: Job) -> str:
@@ -168,7 +183,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
         pytest.skip(str(reason))
     except Failure as failure:
         # hypothesis adds the example that it shrank to as a note
-        pytest.fail("\n".join((str(failure), *getattr(failure, "__notes__", ()))), pytrace=False)
+        told = "\n".join((str(failure), *getattr(failure, "__notes__", ())))
+    pytest.fail(told, pytrace=False)  # out here, where it does not carry the first along
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -190,9 +206,17 @@ class _Report:
         self.config = config
         self.lines: dict[tuple[str, str], _Line] = {}
         self.compiled: Counter[str] = Counter()
+        self.ended: list[str] = []
+        path = mla_index_pytest.value(config, "--mla-json")
+        self.path = Path(str(path)) if path else None
+        if self.path is not None and (
+            self.path.is_dir() or not self.path.absolute().parent.is_dir()
+        ):
+            raise pytest.UsageError(f"--mla-json {path}: must be a file in a folder that is there")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        label = dict(report.user_properties).get(_LABEL)
+        properties = dict(report.user_properties)
+        label = properties.get(_LABEL)
         setup_or_call = report.when == "call" or (report.when == "setup" and not report.passed)
         if label is None or not (setup_or_call or report.failed):
             return
@@ -203,12 +227,15 @@ class _Report:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             line.reasons[str(reason).removeprefix("Skipped: ")] += 1
         if report.failed:
-            line.failures[report.nodeid] = str(report.longrepr)[-2000:]
+            line.failures[str(properties[_TEST])] = str(report.longrepr)[-2000:]
 
     def problems(self) -> list[str]:
         """Why the run must not count as passed, beyond its failures."""
-        ran = {key for key, line in self.lines.items() if _ran(line) and key[0] != _ANY}
-        found = [] if ran else ["no conformance test ran"]
+        ran = {key for key, line in self.lines.items() if _ran(line)}
+        # Who names a test that no backend has a part in has got what was asked for.
+        named = any("::" in argument for argument in self.config.args)
+        backends = {key for key in ran if key[0] != _ANY}
+        found = [] if backends or (named and ran) else ["no conformance test ran"]
         for name in mla_index_pytest.names(self.config, "--mla-require"):
             ops = [op for backend, op in self.lines if backend == name]
             missing = [op for op in ops if (name, op) not in ran]
@@ -216,7 +243,7 @@ class _Report:
                 found.append(
                     f"required backend {name} did not run {', '.join(missing) or 'at all'}"
                 )
-        return found
+        return found + self.ended
 
     def _count_kernels(self) -> dict[str, int]:
         """Kernels compiled in this process, by backend, where the backend tells."""
@@ -236,12 +263,20 @@ class _Report:
             self.config.workeroutput[_LABEL] = self._count_kernels()
             return
         self.compiled.update(self._count_kernels())
+        if session.exitstatus == pytest.ExitCode.INTERRUPTED:
+            self.ended.append("the run was interrupted")
+        self._write()
         if self.problems() and session.exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        path = mla_index_pytest.value(self.config, "--mla-json")
-        if path:
-            text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False)
-            Path(str(path)).write_text(text + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        text = json.dumps(self.as_dict(), indent=1, ensure_ascii=False)
+        try:
+            self.path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            self.ended.append(f"--mla-json {self.path}: {error.strerror}; it was not written")
 
     def as_dict(self) -> dict[str, object]:
         """The results as JSON can hold them."""
@@ -256,11 +291,31 @@ class _Report:
                     "operation": op,
                     **{outcome: line.outcomes[outcome] for outcome in _OUTCOMES},
                     "skip_reasons": dict(line.reasons),
-                    "failures": line.failures,
+                    "failures": {
+                        test: {"message": message, "rerun": self.rerun(backend, test)}
+                        for test, message in line.failures.items()
+                    },
                 }
                 for (backend, op), line in sorted(self.lines.items())
             ],
         }
+
+    def rerun(self, backend: str, test: str) -> str:
+        """The command that runs this test alone, for a shell."""
+        device = _device(self.config)
+        emulation = EMULATION.get(backend, {}) if device.type == "cpu" else {}
+        variables = [f"{key}={value}" for key, value in emulation.items() if key in os.environ]
+        plugins = [name for name in self.config.option.plugins if not name.startswith("no:")]
+        examples = mla_index_pytest.value(self.config, "--mla-examples")
+        words = [
+            *(*variables, "python", "-m", "pytest"),
+            *(word for name in dict.fromkeys(plugins) for word in ("-p", name)),
+            *("--pyargs", test, "--mla-device", str(device)),
+            *(() if backend == _ANY else ("--mla-backend", backend)),
+            *("--mla-scale", "full" if _full(self.config) else "small"),
+            *(("--mla-examples", str(examples)) if examples else ()),
+        ]
+        return shlex.join(words)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.config.option.collectonly:
@@ -268,15 +323,31 @@ class _Report:
         scale = "full" if _full(self.config) else "small"
         write = terminalreporter.write_line
         terminalreporter.section(f"mla_index conformance on {_device(self.config)}, {scale} scale")
-        write(f"{'backend':<12} {'operation':<19} {'ran':>6} {'failed':>6} {'skipped':>7}  why")
-        for (backend, op), line in sorted(self.lines.items()):
-            counts = f"{_ran(line):>6} {line.outcomes['failed']:>6} {line.outcomes['skipped']:>7}"
-            reasons = [f"{n} × {reason}" for reason, n in line.reasons.most_common()]
-            write(f"{backend:<12} {op:<19} {counts}  {reasons[0] if reasons else ''}".rstrip())
-            for reason in reasons[1:]:
-                write(f"{'':<55}{reason}")
+        for text in self._table(shutil.get_terminal_size().columns):
+            write(text)
+        again = [
+            self.rerun(backend, test)
+            for (backend, _), line in sorted(self.lines.items())
+            for test in line.failures
+        ]
+        if again:
+            write(f"the first failure again: {again[0]}")
         for problem in self.problems():
             write(f"FAILED: {problem}", red=True)
+
+    def _table(self, width: int) -> Iterator[str]:
+        """Counts in columns, and below them why tests were skipped."""
+        names = [("backend", "operation"), *sorted(self.lines)]
+        first, second = (max(len(name[column]) for name in names) for column in (0, 1))
+        yield f"{'backend':<{first}}  {'operation':<{second}}  {'ran':>6} {'failed':>6} skipped"
+        for (backend, op), line in sorted(self.lines.items()):
+            counts = f"{_ran(line):>6} {line.outcomes['failed']:>6} {line.outcomes['skipped']:>7}"
+            yield f"{backend:<{first}}  {op:<{second}}  {counts}"
+            for reason, count in line.reasons.most_common():
+                yield textwrap.fill(
+                    f"{count} × {reason}", width, initial_indent="    ",
+                    subsequent_indent="        ", break_long_words=False, break_on_hyphens=False,
+                )  # fmt: skip
 
 
 def _ran(line: _Line) -> int:

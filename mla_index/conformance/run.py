@@ -39,6 +39,9 @@ PACKAGES = (
     "hypothesis",
 )
 
+_INSTALLED = Path(mla_index.__file__).parent.parent
+"""What pytest names the tests relative to: not the folder of the run, which is soon gone."""
+
 _INI = "[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n"
 
 
@@ -51,11 +54,11 @@ def run_suite(
     pytest_args: Sequence[str] = (),
     timeout: float | None = None,
     workers: int = 1,
+    output: int | None = None,
 ) -> dict[str, Any]:
     """Run the suite on each backend and gather what happened.
 
-    On the CPU, Triton runs in its interpreter and Numba in its simulator. What pytest prints goes
-    to this process's standard output.
+    On the CPU, Triton runs in its interpreter and Numba in its simulator.
 
     Args:
         names: backends, in the order in which they run.
@@ -65,9 +68,11 @@ def run_suite(
         pytest_args: more arguments for pytest, such as `["-k", "fr05"]`.
         timeout: seconds that one backend may take.
         workers: processes that share the tests of a backend (more than one needs pytest-xdist).
+        output: a file descriptor for what pytest prints; by default standard output.
 
     Returns:
-        The record; `passed` says whether every backend ran and passed.
+        The record; `passed` says whether every backend ran and passed. Each failure has the name of
+        its test, the message, and the command that runs this test again.
 
     Raises:
         UnknownBackend: a name that no backend has.
@@ -77,7 +82,7 @@ def run_suite(
     if workers > 1:
         pytest_args = ["-n", str(workers), "--dist", "loadgroup", *pytest_args]
     place = torch.device(device)
-    backends = {name: _run_one(name, place, scale, pytest_args, timeout) for name in names}
+    backends = {name: _run_one(name, place, scale, pytest_args, timeout, output) for name in names}
     record = {
         "mla_index": mla_index.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -90,9 +95,13 @@ def run_suite(
         "backends": backends,
     }
     if json_path is not None:
-        text = json.dumps(record, indent=1, ensure_ascii=False)
-        Path(json_path).write_text(text + "\n", encoding="utf-8")
+        Path(json_path).write_text(as_text(record), encoding="utf-8")
     return record
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """A record as JSON."""
+    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
 
 
 def _run_one(
@@ -101,6 +110,7 @@ def _run_one(
     scale: str | None,
     pytest_args: Sequence[str],
     timeout: float | None,
+    output: int | None,
 ) -> dict[str, Any]:
     """One backend in a process of its own."""
     environment = dict(os.environ)
@@ -110,7 +120,7 @@ def _run_one(
         ini, report = Path(folder, "pytest.ini"), Path(folder, "report.json")
         ini.write_text(_INI, encoding="utf-8")
         command = [
-            *(sys.executable, "-m", "pytest", "-c", str(ini), "--rootdir", folder),
+            *(sys.executable, "-m", "pytest", "-c", str(ini), "--rootdir", str(_INSTALLED)),
             # pytest-benchmark, where it is installed, warns when several processes run
             *("-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "mla_index_pytest", "-q"),
             *("--pyargs", "mla_index.conformance"),
@@ -119,13 +129,20 @@ def _run_one(
             *pytest_args,
         ]
         try:
-            code = subprocess.run(command, env=environment, timeout=timeout, check=False).returncode
+            code = subprocess.run(
+                command, env=environment, timeout=timeout, stdout=output, check=False
+            ).returncode
             ended = f"exit status {code}"
         except subprocess.TimeoutExpired:
             code, ended = -1, f"did not end within {timeout} s"
         if not report.exists():
             problem = f"the run ended without a report: {ended}"
-            return {"status": "failed", "problems": [problem], "results": []}
+            return {
+                "status": "failed",
+                "exit_status": code,
+                "problems": [problem],
+                "results": [],
+            }
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     # `diagnose` runs on torch whichever backend is tested, and says nothing about this one.
     ran = any(
@@ -135,6 +152,7 @@ def _run_one(
     compiled = found["compiled_kernels"].get(name)
     return {
         "status": status,
+        "exit_status": code,
         "emulated_by": EMULATION.get(name, {}) if device.type == "cpu" else {},
         "scale": found["scale"],
         "problems": found["problems"],
