@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mla_index.bench.contenders import COMPOSITION, COPY
 from mla_index.bench.record import Row, Table, rows_of
@@ -31,8 +31,8 @@ PANELS = (
 """Operations that get a plot of time against T, and their titles."""
 
 
-def plot(record: Mapping[str, Any], path: Path) -> None:
-    """Write the plots of a record as one picture.
+def plot(record: Mapping[str, Any], path: Path | BinaryIO) -> None:
+    """Write the plots of a record as one picture, in PNG.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -136,15 +136,20 @@ def rows_of(record: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def write(record: Mapping[str, Any], path: Path) -> None:
-    """Write a record, a row a line, so that two of them can be compared by eye."""
+def as_text(record: Mapping[str, Any]) -> str:
+    """A record as JSON, a row a line, so that two of them can be compared by eye."""
     lines = [json.dumps(row, ensure_ascii=False) for row in record["rows"]]
     rest = json.dumps(
         {name: value for name, value in record.items() if name != "rows"},
         indent=1, ensure_ascii=False,
     )  # fmt: skip
     body = ",\n  ".join(lines)
-    path.write_text(f'{rest[:-2]},\n "rows": [\n  {body}\n ]\n}}\n', encoding="utf-8")
+    return f'{rest[:-2]},\n "rows": [\n  {body}\n ]\n}}\n'
+
+
+def write(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record to a file."""
+    path.write_text(as_text(record), encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,7 @@ from mla_index.bench.workloads import (
     trace_batches,
     uniform_batch,
 )
+from mla_index.simulation.memory import is_exhausted
 from mla_index.simulation.setting import Progress
 
 SMALL_ROWS = 32
@@ -100,11 +101,11 @@ class Run:
         """Whether the work could be done; what went wrong is kept, and the run goes on."""
         try:
             work()
-        except torch.OutOfMemoryError:
-            self.left_out.append(f"{what}: the device's memory is too small")
-            return False
         except Exception as error:  # one broken backend does not take the others' numbers away
-            self.wrong.append(f"{what}: {type(error).__name__}: {error}")
+            if is_exhausted(error):
+                self.left_out.append(f"{what}: the device's memory is too small")
+            else:
+                self.wrong.append(f"{what}: {type(error).__name__}: {error}")
             return False
         return True
 
@@ -126,15 +127,15 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
     state = Run(plan, backends, started + (plan.seconds or 0.0), progress)
     shapes = list(_shapes(plan))
     _on_host(state)
-    for number, (batch, topk) in enumerate(shapes):
-        _tell(state, f"T = {batch.rows}, K = {topk}", number, len(shapes))
-        reason = too_large(plan, batch.rows, topk)
+    for number, shape in enumerate(shapes):
+        _tell(state, f"T = {shape.rows}, K = {shape.topk}", number, len(shapes))
+        reason = too_large(plan, shape.rows, shape.topk)
         if reason is None and state.late():
             reason = f"the {plan.seconds:g} seconds of the run were over"
         if reason is None:
-            _time_shape(state, batch, topk)
+            _time_shape(state, shape.batch(), shape.topk)
         else:
-            state.left_out.append(f"{batch.name}, T = {batch.rows}, K = {topk}: {reason}")
+            state.left_out.append(f"{shape.workload}, T = {shape.rows}, K = {shape.topk}: {reason}")
     if not plan.quick:
         _once_a_process(state)
     return {
@@ -148,22 +149,41 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
     }
 
 
-def _shapes(plan: Plan) -> Iterator[tuple[Batch, int]]:
-    """Batches and widths: the first width whole, then the others, coarse before fine."""
+class Shape(NamedTuple):
+    """What is measured at a time; the batch is made when it is wanted, as it may be too large."""
+
+    workload: str
+    rows: int
+    topk: int
+    batch: Callable[[], Batch]
+
+
+def _shapes(plan: Plan) -> Iterator[Shape]:
+    """The first width whole, then the others, coarse before fine."""
     dcp, topk = plan.dcp or (), plan.topk or ()
     if plan.trace is not None:
         batches = trace_batches(
             plan.trace, plan.rows or (), plan.mtp, dcp=dcp, dtype=plan.dtype, device=plan.device
         )
-        yield from ((batch, width) for width in topk for batch in batches)
+        for width in topk:
+            for batch in batches:
+                yield Shape(batch.name, batch.rows, width, partial(_itself, batch))
         return
-    batches = [
-        uniform_batch(rows, dcp=dcp, valid=plan.valid, dtype=plan.dtype, device=plan.device)
-        for rows in plan.rows or ()
-    ]
-    yield from ((batch, topk[0]) for batch in batches)
-    for part in (batches[::4], batches[2::4], batches[1::2]):
-        yield from ((batch, width) for batch in part for width in topk[1:])
+
+    @cache
+    def uniform(rows: int) -> Batch:
+        return uniform_batch(rows, dcp=dcp, valid=plan.valid, dtype=plan.dtype, device=plan.device)
+
+    counts = plan.rows or ()
+    pairs = [(rows, topk[0]) for rows in counts]
+    for part in (counts[::4], counts[2::4], counts[1::2]):
+        pairs += [(rows, width) for rows in part for width in topk[1:]]
+    for rows, width in pairs:
+        yield Shape("uniform", rows, width, partial(uniform, rows))
+
+
+def _itself(batch: Batch) -> Batch:
+    return batch
 
 
 def _tell(state: Run, stage: str, done: int, total: int) -> None:
@@ -238,6 +258,10 @@ def _on_host(state: Run) -> None:
     """Host time, kernels, synchronisation and memory of every contender, at one shape each."""
     plan = state.plan
     topk = min(plan.topk or (1,)) if state.on_cuda is False else (plan.topk or (1,))[0]
+    reason = too_large(plan, MEMORY_ROWS[plan.device.type], topk)
+    if reason is not None:
+        state.left_out.append(f"host, memory, kernels, K = {topk}: {reason}")
+        return
     small, large = (
         _single(plan, rows, topk) for rows in (SMALL_ROWS, MEMORY_ROWS[plan.device.type])
     )
