@@ -1,11 +1,14 @@
 """`mla-index bench`."""
 
+import io
 import json
 
 import pytest
 from conftest import needed
+from rich.console import Console
 from typer.testing import CliRunner
 
+from mla_index.bench.record import Row
 from mla_index.cli import bench as command
 from mla_index.cli.app import app
 
@@ -71,6 +74,11 @@ def test_what_was_left_out_is_said():
         (["--dtype", "int8"], 2, "error: dtype must be one of int32, int64, got 'int8'"),
         (["--device", "meta"], 2, "error: device must be one of cpu, cuda, got meta"),
         (["--trace", "absent.jsonl"], 2, "error: cannot read the trace absent.jsonl"),
+        (["--seconds", "nan"], 2, "error: --seconds must be at least 0, got nan"),
+        (["--op", "remap,"], 2, "error: --op must be names with commas, and one is empty"),
+        (["--json", "."], 2, "error: --json .: that is a folder"),
+        (["--json", "--plot"], 2, "error: --json takes a file, got --plot, which looks"),
+        (["--plot", "-"], 2, "error: --plot takes a file, got -"),
         (["--json", "no/such/bench.json"], 2, "error: --json no/such/bench.json: there is no"),
         (["--backend", "cupy"], 3, "error: cupy cannot run on cpu"),
     ],
@@ -84,9 +92,53 @@ def test_what_is_wrong_is_one_line(arguments, code, message):
     assert result.stdout == ""
 
 
-def test_many_row_counts_are_thinned():
-    from mla_index.bench.record import Row
-
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (200, [str(2**n) for n in range(16)]),
+        (80, ["2", "8", "32", "128", "512", "2048", "8192", "32768"]),
+        (10, ["128", "32768"]),
+    ],
+)
+def test_row_counts_are_thinned_to_the_width(width, shown):
     rows = [Row("gpu_us", 1.0, "copy", "torch", "uniform", 2**n, 8, 1) for n in range(16)]
-    headings = [column.header for column in command._times("", rows).columns]
-    assert headings == ["T =", "2", "8", "32", "128", "512", "2048", "8192", "32768"]
+    drawn = command._times(rows, Console(width=width))
+    assert [column.header for column in drawn.columns] == ["T =", *shown]
+
+
+def test_names_and_numbers_stay_whole():
+    rows = ",".join(str(2**n) for n in range(10))
+    arguments = ("--op", "remap_safe_lengths,safe_lengths", "--rows", rows, "--topk", "16")
+    found = json.loads(bench("--quick", *arguments, "--json", "-").stdout)
+    for columns in (60, 80):
+        screen = io.StringIO()
+        command.show(found, Console(file=screen, width=columns))
+        text = screen.getvalue()
+        assert max(map(len, text.splitlines())) <= columns
+        assert "…" not in text
+        assert {"remap_safe_lengths,", "safe_lengths,", "torch", "512"} <= set(text.split())
+
+
+def test_a_record_to_standard_output_is_alone_there():
+    result = bench(*TINY, "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["plan"]["topk"] == [32]
+    assert "remap, torch" in result.stderr
+
+
+def test_several_with_commas():
+    result = bench(
+        "--quick", "--op", "remap, safe_lengths", "--rows", "1", "--topk", "8", "--json", "-"
+    )
+    found = json.loads(result.stdout)
+    assert found["plan"]["operations"] == ["remap", "safe_lengths"]
+
+
+def test_what_no_machine_can_hold_is_left_out_before_it_is_made():
+    result = bench("--quick", "--op", "remap", "--rows", 10**9, "--topk", 10**11, "--json", "-")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)["left_out"]
+    assert [line.partition(": T * K")[0] for line in told] == [
+        f"host, memory, kernels, K = {10**11}",
+        f"uniform, T = {10**9}, K = {10**11}",
+    ]

@@ -1,15 +1,20 @@
 """`mla-index` itself: help, version, info, explain, and what is missing."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import mla_index
 from mla_index import settings
+from mla_index.cli import files
 from mla_index.cli.app import app
 
 
@@ -36,6 +41,16 @@ def test_every_command_has_examples_and_exit_codes(command):
     assert f"mla-index {command}" in text
     assert "Examples" in text
     assert "3 no backend can serve" in text
+
+
+def test_help_teaches_both_forms_of_json():
+    """A switch where a question is answered, a file where a record is made; each says which."""
+    assert "--json is a switch" in words(run("--help").stdout)
+    forms = {"switch": "A switch: to keep it, redirect", "record": "- is standard output"}
+    for command in app.registered_commands:
+        name = command.callback.__name__
+        form = "record" if name in ("bench", "conformance") else "switch"
+        assert forms[form] in words(run(name, "--help").stdout), name
 
 
 def test_no_arguments_show_the_help():
@@ -85,6 +100,7 @@ def test_info_for_scripts(monkeypatch):
     assert told["settings"].keys() == settings.KNOWN.keys()
     assert told["settings"]["MLA_INDEX_BACKEND"] is None
     assert told["settings"]["MLA_INDEX_BLOCK"] == "triton"
+    assert told["errors"] == []
     assert set(told["backends"]) == set(told["devices"]) == {"cpu", "meta"}
     cpu = {answer["op"]: answer for answer in told["backends"]["cpu"]}
     assert set(cpu) == set(mla_index.OPERATIONS)
@@ -95,13 +111,58 @@ def test_info_for_scripts(monkeypatch):
         assert all(c["reason"] for c in rejected)
 
 
-def test_info_with_a_setting_that_names_nobody(monkeypatch):
-    monkeypatch.setenv("MLA_INDEX_BACKEND", "abacus")
-    result = run("info")
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"MLA_INDEX_BACKEND": "tritn"},
+            "MLA_INDEX_BACKEND asks for 'tritn', but no backend is named 'tritn'",
+        ),
+        ({"MLA_INDEX_BACKEND": "torch, abacus"}, "no backend is named 'abacus'"),
+        ({"MLA_INDEX_BLOCK": "tritn"}, "MLA_INDEX_BLOCK asks for 'tritn'"),
+        ({"MLA_INDEX_BLOCK": "auto"}, "MLA_INDEX_BLOCK asks for 'auto', which is no backend"),
+        ({"MLA_INDEX_VLLM": "yes"}, "MLA_INDEX_VLLM must be 0 or 1, got 'yes'"),
+    ],
+    ids=str,
+)
+def test_info_with_a_wrong_setting_tells_all_it_can_and_what_is_wrong(
+    monkeypatch, variables, message
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    mla_index.reload_environment()
+    result = run("info", "--device", "cpu")
     assert result.exit_code == 2
-    assert result.stderr.startswith(
-        "error: MLA_INDEX_BACKEND asks for 'abacus', but no backend is named 'abacus'"
-    )
+    text = words(result.stdout)
+    for told in (f"torch {torch.__version__}", *variables, "backends on cpu", "cupy rejected"):
+        assert told in text
+    for op in mla_index.OPERATIONS:
+        assert op in text
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+    result = run("info", "--json", "--device", "cpu")
+    assert result.exit_code == 2
+    told = json.loads(result.stdout)
+    assert len(told["errors"]) == 1
+    assert message in told["errors"][0]
+    answers = {answer["op"]: answer for answer in told["backends"]["cpu"]}
+    assert answers.keys() == set(mla_index.OPERATIONS)
+    served = {c["name"]: c["accepted"] for c in answers["remap"]["candidates"]}
+    assert served.keys() == {"triton", "cupy", "numba", "torch"}
+    assert served["torch"] is True
+    chosen = {answer["chosen"] for answer in answers.values()}
+    assert chosen == ({"torch"} if "MLA_INDEX_VLLM" in variables else {None})
+
+
+def test_info_shows_a_variable_that_means_nothing(monkeypatch):
+    monkeypatch.setenv("MLA_INDEX_BACKND", "torch")
+    mla_index.reload_environment()
+    with pytest.warns(RuntimeWarning, match="did you mean MLA_INDEX_BACKEND"):
+        result = run("info", "--device", "cpu")
+    assert result.exit_code == 0
+    assert "MLA_INDEX_BACKND 'torch' (no such setting)" in words(result.stdout)
 
 
 def test_info_starts_no_device():
@@ -169,7 +230,177 @@ def test_explain_refuses(arguments, message):
     assert result.stderr.count("\n") == 1
 
 
+# --- how wide it is -------------------------------------------------------------------------------
+
+
+def cells(text):
+    """The words of what was printed, each whole as it stands in a line."""
+    return set(text.replace(",", " ").replace(";", " ").split())
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("arguments", [["info"], ["explain", "flat_row_view"]], ids=str)
+def test_names_stay_whole_and_nothing_is_cut(monkeypatch, columns, arguments):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = run(*arguments)
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert "…" not in result.stdout
+    assert {"flat_row_view", "triton", "cupy", "numba", "torch", "rejected"} <= cells(result.stdout)
+    if arguments == ["info"]:
+        assert {"safe_lengths", "MLA_INDEX_BACKEND", "pytorch-triton-rocm"} <= cells(result.stdout)
+
+
+# --- what goes wrong on the way -------------------------------------------------------------------
+
+
+def test_ctrl_c_is_a_line_and_exit_code_130(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mla_index.cli.demo.simulate", interrupted)
+    result = run("demo")
+    assert result.exit_code == 130
+    assert result.stderr == "error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "MemoryError"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), "CUDA out of memory. Tried"),
+        (
+            RuntimeError("[x.cpp:1] . DefaultCPUAllocator: can't allocate memory: 8 bytes.\nmore"),
+            "can't allocate memory: 8 bytes.",
+        ),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_memory_that_runs_out_is_a_line(monkeypatch, error, message):
+    def exhausted(*_, **__):
+        raise error
+
+    monkeypatch.setattr("mla_index.cli.demo.simulate", exhausted)
+    result = run("demo")
+    assert result.exit_code == 2
+    assert result.stderr == f"error: memory ran out, ask for less ({message})\n"
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr("mla_index.cli.demo.simulate", broken)
+    result = run("demo")
+    assert isinstance(result.exception, RuntimeError)
+    assert result.stderr == ""
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def refused(path):
+    with pytest.raises(typer.Exit) as ended:
+        files.check("--json", path)
+    return ended.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no/such/folder.json", "error: --json no/such/folder.json: there is no such folder\n"),
+        (".", "error: --json .: that is a folder\n"),
+        ("--all", "error: --json takes a file, got --all, which looks like an option (or write "),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, path, message):
+    assert refused(Path(path)) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_folder_that_may_not_be_written(capsys, monkeypatch, tmp_path):
+    def touch(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "touch", touch)
+    assert refused(tmp_path / "x.json") == 2
+    assert capsys.readouterr().err == f"error: --json {tmp_path / 'x.json'}: Permission denied\n"
+
+
+def test_a_check_leaves_nothing_behind(tmp_path):
+    files.check("--json", tmp_path / "x.json")
+    files.check("--json", files.STDOUT)
+    files.check("--json", Path(os.devnull))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_written_whole_or_not_at_all(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "x.json"
+    files.write("--json", path, "first\n")
+    assert path.read_text() == "first\n"
+
+    def full(part, data):
+        with part.open("wb") as file:
+            file.write(data[:2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(typer.Exit) as ended:
+        files.write("--json", path, "second\n")
+    assert ended.value.exit_code == 2
+    told = f"error: --json {path}: No space left on device; it was not written\n"
+    assert capsys.readouterr().err == told
+    assert path.read_text() == "first\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_replaced_is_written(monkeypatch, tmp_path):
+    def busy(*_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    path = tmp_path / "x.json"
+    monkeypatch.setattr(Path, "replace", busy)
+    files.write("--json", path, "mounted alone\n")
+    assert path.read_text() == "mounted alone\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_dash_is_standard_output(capsys):
+    files.write("--json", files.STDOUT, "{}\n")
+    assert capsys.readouterr().out == "{}\n"
+
+
 # --- the program ---------------------------------------------------------------------------------
+
+
+def program(*arguments, **how):
+    done = [sys.executable, "-m", "mla_index", *arguments]
+    return subprocess.run(done, stderr=subprocess.PIPE, text=True, check=False, timeout=120, **how)
+
+
+def test_a_warning_is_a_line():
+    variables = {**os.environ, "MLA_INDEX_BACKND": "torch"}
+    done = program("explain", "remap", env=variables, stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    assert done.stderr == (
+        "warning: unknown environment variable MLA_INDEX_BACKND; did you mean MLA_INDEX_BACKEND?\n"
+    )
+
+
+def test_a_sign_that_the_terminal_cannot_show_is_no_error():
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = program("explain", "remap", env=variables, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? torch" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full here")
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]], ids=str)
+def test_a_full_disk_behind_standard_output_is_a_line(arguments):
+    with Path("/dev/full").open("w") as full:
+        done = program(*arguments, stdout=full)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output: No space left on device\n"
 
 
 def test_python_m():

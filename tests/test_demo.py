@@ -59,6 +59,24 @@ def test_many_ranks_are_summed():
     assert "rank 3" not in result.stdout
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("ranks", [4, 8, 16])
+def test_nothing_is_cut_in_a_narrow_terminal(monkeypatch, tmp_path, columns, ranks):
+    """Names and numbers stay whole; ranks for which there is no room are summed."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    trace = tmp_path / f"{'a-long-name' * 6}.jsonl"
+    request = {"timestamp": 0, "input_length": 2000, "output_length": 1, "hash_ids": [1, 2, 3, 4]}
+    trace.write_text(f"{json.dumps(request)}\n")
+    result = demo("--trace", trace, "--topk", 1500, "--heads", 2, "--dcp", ranks)
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= columns
+    assert "…" not in result.stdout
+    words = set(result.stdout.split())
+    assert {"dcp_filter", "flat_row_view", "1,500", "holds"} <= words
+    assert "".join(trace.name.split()) in "".join(result.stdout.split())
+    assert ("rank 3" in result.stdout) == (ranks == 4)
+
+
 def test_a_broken_bound_is_exit_code_1(monkeypatch):
     monkeypatch.setattr("mla_index.simulation.run.BOUND", 1e-12)
     result = demo(*SMALL)
@@ -72,6 +90,15 @@ def test_a_broken_bound_is_exit_code_1(monkeypatch):
         (["--requests", 0], 2, "error: requests must be at least 1, got 0"),
         (["--dcp", 0], 2, "error: dcp must be at least 1, got 0"),
         (["--topk", -5], 2, "error: topk must be at least 1, got -5"),
+        (["--rows", 0], 2, "error: rows must be at least 1, got 0"),
+        (
+            ["--rows", 10**8],
+            2,
+            "error: rows must be lower than 100000000: the run would take about",
+        ),
+        (["--dcp", 10**9], 2, "error: dcp must be lower than 1000000000: the run would take"),
+        (["--topk", 10**11], 2, "error: topk must be lower than 100000000000: the run would"),
+        (["--device", "meta"], 2, "error: device must hold values to attend to, got meta"),
         (["--backend", "abacus"], 2, "error: no backend is named 'abacus'; there are triton"),
         (["--backend", ","], 2, "error: backend must be"),
         (["--device", "abacus"], 2, "error: --device abacus: "),

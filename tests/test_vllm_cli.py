@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from vllm_stand_in import CONVERT, SIGNATURES
 
 from mla_index.cli.app import app
+from mla_index.integrations import vllm_forms
 
 
 def run(*arguments):
@@ -64,7 +65,18 @@ def test_a_vllm_without_the_module(tmp_path):
 def test_a_folder_without_vllm(tmp_path):
     result = run("--source", tmp_path)
     assert result.exit_code == 2
-    assert str(tmp_path) in result.stderr
+    file = vllm_forms.source_in(tmp_path)
+    assert result.stderr == f"error: --source {tmp_path}: {file}: No such file or directory\n"
+
+
+@pytest.mark.parametrize("content", [b"def f(:\n", b"\xff\xfe", b"\x00"], ids=repr)
+def test_a_source_that_is_no_python(tmp_path, content):
+    file = vllm_forms.source_in(tmp_path)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    result = run("--check", "--source", tmp_path)
+    assert result.exit_code == 1
+    assert f"{file} is not Python: " in result.stdout
 
 
 def test_for_scripts(tmp_path, monkeypatch):

@@ -13,7 +13,11 @@ app = typer.Typer(
     name="mla-index",
     help="Index operations of sparse MLA over a paged KV cache: what runs here, and does it right."
     "\n\nNew here? `mla-index demo` does the whole job on a small serving trace; `mla-index info` "
-    "shows which backends this machine has, and is what to paste into a bug report.",
+    "shows which backends this machine has, and is what to paste into a bug report."
+    "\n\nFor scripts: where a command answers a question (`info`, `explain`, `demo`, `vllm`), "
+    "`--json` is a switch, and JSON is printed instead of tables; where it makes a record "
+    "(`bench`, `conformance`), `--json FILE` writes it beside the tables, and `-` is standard "
+    "output.",
     epilog=exits.HELP,
     no_args_is_help=True,
     add_completion=False,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -18,29 +20,30 @@ from mla_index.bench.contenders import COPY, OPERATIONS
 from mla_index.bench.plan import Plan
 from mla_index.bench.record import Row
 from mla_index.bench.run import run
-from mla_index.cli import devices, exits
+from mla_index.cli import devices, exits, files, tables
 from mla_index.cli.explain import DTYPES
+from mla_index.cli.lists import listed
 from mla_index.cli.progress import PatientProgress
 
 MOST_SHOWN = 5
 """Reasons that are printed before the rest is counted."""
-MOST_COLUMNS = 8
-"""T that get a column each; of more, every second is shown."""
+FEWEST_COLUMNS = 2
+"""T that are shown in a terminal of any width."""
 
 
 def bench(
     op: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"An operation: {', '.join(OPERATIONS)}. May be given several times; by default "
-            "all."
+            help=f"An operation: {', '.join(OPERATIONS)}. Several with commas, or the option "
+            "several times; by default all."
         ),
     ] = None,
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help="A backend, which must run; may be given several times. By default all that can "
-            "run on the device."
+            help="A backend, which must run; several with commas, or the option several times. By "
+            "default all that can run on the device."
         ),
     ] = None,
     rows: Annotated[
@@ -88,7 +91,7 @@ def bench(
         ),
     ] = None,
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")
+        Path | None, typer.Option("--json", metavar="FILE", help=files.RECORDED)
     ] = None,
     plot: Annotated[
         Path | None,
@@ -109,19 +112,20 @@ def bench(
     - `mla-index bench --device cuda --trace conversations.jsonl --mtp 3`
     """
     place = devices.parse(device)
-    for option, path in (("--json", as_json), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise exits.stop(f"{option} {path}: there is no such folder", exits.USAGE)
+    files.check("--json", as_json)
+    if plot == files.STDOUT:
+        raise exits.stop("--plot takes a file, got -", exits.USAGE)
+    files.check("--plot", plot)
     if plot is not None and find_spec("matplotlib") is None:
         raise exits.stop("--plot needs matplotlib: pip install 'mla_index[plot]'", exits.MISSING)
     if dtype not in DTYPES:
         raise exits.stop(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}", exits.USAGE)
-    if seconds is not None and seconds < 0:
+    if seconds is not None and not seconds >= 0:  # nor NaN
         raise exits.stop(f"--seconds must be at least 0, got {seconds}", exits.USAGE)
     with exits.errors_as_exits():
         plan = Plan(
-            operations=tuple(op) if op else None,
-            backends=tuple(backend) if backend else None,
+            operations=tuple(listed("--op", op)) or None,
+            backends=tuple(listed("--backend", backend)) or None,
             rows=_numbers("--rows", rows),
             topk=_numbers("--topk", topk),
             dcp=_numbers("--dcp", dcp),
@@ -135,13 +139,15 @@ def bench(
         )
         with PatientProgress(Console(stderr=True)) as progress:
             found = run(plan, progress)
+    show(found, Console(stderr=as_json == files.STDOUT))
     if as_json is not None:
-        records.write(found, as_json)
+        files.write("--json", as_json, records.as_text(found))
     if plot is not None:
         from mla_index.bench.plot import plot as draw
 
-        draw(found, plot)
-    show(found, Console())
+        picture = BytesIO()
+        draw(found, picture)
+        files.write("--plot", plot, picture.getvalue())
     if found["wrong"]:
         raise typer.Exit(exits.FAILED)
 
@@ -153,7 +159,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         rows = list(table.find(metric))
         for workload, topk in dict.fromkeys((row.workload, row.topk) for row in rows):
             own = [row for row in rows if (row.workload, row.topk) == (workload, topk)]
-            console.print(_times(f"{records.METRICS[metric]}: {workload}, K = {topk}", own), "")
+            title = f"{records.METRICS[metric]}: {workload}, K = {topk}"
+            console.print(Text(title, style="italic"), _times(own, console), "")
     facts = [row for row in table.rows if row.metric in ("host_us", "kernels", "peak_bytes")]
     if facts:
         console.print(_calls(facts), "")
@@ -176,17 +183,22 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    first, *others = headings
+    return tables.table(title, tables.text(first), *map(tables.numbers, others))
+
+
+def _times(rows: Sequence[Row], console: Console) -> Table:
+    """A column for each T; of more than there is room for, every second, and the largest stays."""
+    counts = sorted({row.rows for row in rows})
+    table = _times_at(counts, rows)
+    while len(counts) > FEWEST_COLUMNS and not tables.fits(table, console):
+        counts = counts[-1::-2][::-1]
+        table = _times_at(counts, rows)
     return table
 
 
-def _times(title: str, rows: Sequence[Row]) -> Table:
-    counts = sorted({row.rows for row in rows})
-    while len(counts) > MOST_COLUMNS:
-        counts = counts[-1::-2][::-1]  # the largest stays
-    table = _table(title, "T =", *map(str, counts))
+def _times_at(counts: Sequence[int], rows: Sequence[Row]) -> Table:
+    table = _table("", "T =", *map(str, counts))
     for who in dict.fromkeys((row.operation, row.dcp, row.provider) for row in rows):
         own = {r.rows: r.value for r in rows if (r.operation, r.dcp, r.provider) == who}
         name = who[0] if who[0] == COPY else f"{_operation(*who[:2])}, {who[2]}"
@@ -207,8 +219,8 @@ def _calls(rows: Sequence[Row]) -> Table:
 
 
 def _targets(reached: Sequence[Answer]) -> Table:
-    table = _table("targets, the worst value of each", "", "reached", "ask", "stretch", "")
-    table.columns[-1].justify = "left"
+    table = _table("targets, the worst value of each", "", "reached", "ask", "stretch")
+    table.add_column(no_wrap=True)
     for answer in reached:
         target, point = answer.target, answer.reached
         bounds = (
@@ -232,9 +244,10 @@ def _say(console: Console, title: str, lines: Sequence[str], style: str) -> None
     if lines:
         console.print(Text(f"{title}: {len(lines)}", style=style))
         for line in lines[:MOST_SHOWN]:
-            console.print(Text(f"  {line}"))
+            console.print(Padding.indent(Text(line), 2))
         if len(lines) > MOST_SHOWN:
-            console.print(Text(f"  and {len(lines) - MOST_SHOWN} more (in the record, --json)"))
+            more = len(lines) - MOST_SHOWN
+            console.print(Text(f"  and {more} more (in the record: --json FILE)"))
 
 
 def _operation(name: str, ranks: int) -> str:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from mla_index import registry
-from mla_index.cli import devices, exits
+from mla_index.cli import devices, exits, files, tables
+from mla_index.cli.lists import listed
 from mla_index.explanation import explain
 
 COUNTS = ("passed", "failed", "skipped")
 NEEDED = ("pytest", "hypothesis")
+MOST_SHOWN = 5
+"""Failures of a backend that are printed before the rest is counted."""
+REFUSED = 4
+"""How pytest ends when it does not take its arguments."""
+STDERR = 2
+"""The file descriptor."""
 STYLES = {"passed": "green", "failed": "bold red", "did not run": "yellow"}
 
 
@@ -25,8 +34,8 @@ def conformance(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help="A backend to test, which must run; may be given several times. By default all "
-            "that can run on the device."
+            help="A backend to test, which must run; several with commas, or the option several "
+            "times. By default all that can run on the device."
         ),
     ] = None,
     every: Annotated[
@@ -39,9 +48,7 @@ def conformance(
     ] = False,
     require: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A backend that must run, beside those tested anyway; may be given several times."
-        ),
+        typer.Option(help="A backend that must run, beside those tested anyway; several likewise."),
     ] = None,
     device: Annotated[str, typer.Option(help="Where to test.")] = "cpu",
     scale: Annotated[
@@ -59,7 +66,7 @@ def conformance(
         ),
     ] = 1,
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")
+        Path | None, typer.Option("--json", metavar="FILE", help=files.RECORDED)
     ] = None,
 ) -> None:
     """Check backends against the definition of the operations, bit for bit.
@@ -72,7 +79,8 @@ def conformance(
     - `mla-index conformance --all --require triton --device cuda --json results.json`
     - `mla-index conformance --backend mybackend --only fr05`
     """
-    missing = [package for package in NEEDED if find_spec(package) is None]
+    needed = (*NEEDED, "xdist") if workers > 1 else NEEDED
+    missing = [package for package in needed if find_spec(package) is None]
     if missing:
         raise exits.stop(
             f"conformance needs {' and '.join(missing)}: pip install 'mla_index[test]'",
@@ -80,32 +88,49 @@ def conformance(
         )
     if scale not in (None, "small", "full"):
         raise exits.stop(f"--scale must be small or full, got {scale}", exits.USAGE)
-    if as_json is not None and not as_json.absolute().parent.is_dir():
-        raise exits.stop(f"--json {as_json}: there is no such folder", exits.USAGE)
-    from mla_index.conformance.run import run_suite
+    files.check("--json", as_json)
+    from mla_index.conformance.run import as_text, run_suite
 
-    required = list(dict.fromkeys([*(backend or []), *(require or [])]))
+    named = listed("--backend", backend)
+    required = list(dict.fromkeys([*named, *listed("--require", require)]))
     place = devices.parse(device)
+    if place.type == "meta":
+        raise exits.stop("--device meta: its tensors hold nothing to compare", exits.USAGE)
+    to_stdout = as_json == files.STDOUT
     with exits.errors_as_exits():
         for name in required:
             registry.load(name)
-        tested = _tested(required, every, bool(backend), place)
+        tested = _tested(required, every, bool(named), place)
         if not tested:
             raise exits.stop(
-                f"no backend can run on {place}; `mla-index info --probe` says why", exits.MISSING
+                f"no backend can run on {place}: `mla-index info --probe --device {place}` "
+                "says why",
+                exits.MISSING,
             )
         record = run_suite(
             tested,
             str(place),
-            json_path=as_json,
             scale=scale,
             pytest_args=["-k", only] if only else [],
             workers=workers,
+            output=STDERR if to_stdout else None,
         )
-    Console().print(_table(record))
-    if only and all(not result["results"] for result in record["backends"].values()):
-        raise exits.stop(f"--only {only!r} matches no test", exits.USAGE)
-    raise typer.Exit(_verdict(record["backends"], required))
+    show(record, Console(stderr=to_stdout))
+    if as_json is not None:
+        files.write("--json", as_json, as_text(record))
+    raise typer.Exit(_verdict(record["backends"], required, only))
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    """Print a record for a person: the counts, why not all ran, what failed, and the verdicts."""
+    backends = record["backends"]
+    console.print(_counts(record), "")
+    skipped = _skipped(backends)
+    if skipped.row_count:
+        console.print(skipped, "")
+    for name, result in backends.items():
+        _say_failures(console, name, result)
+    console.print(_verdicts(backends))
 
 
 def _tested(required: list[str], every: bool, named: bool, device: torch.device) -> list[str]:
@@ -119,8 +144,13 @@ def _tested(required: list[str], every: bool, named: bool, device: torch.device)
     return list(dict.fromkeys([*able, *required]))
 
 
-def _verdict(backends: dict[str, dict[str, Any]], required: list[str]) -> int:
+def _verdict(backends: dict[str, dict[str, Any]], required: list[str], only: str | None) -> int:
     """A failure counts first; then a backend that had to run and did not, or none that did."""
+    if only and all(result["exit_status"] == REFUSED for result in backends.values()):
+        raise exits.stop(f"--only {only!r} is no expression for pytest -k", exits.USAGE)
+    reported = [result for result in backends.values() if "scale" in result]
+    if only and reported and not any(result["results"] for result in backends.values()):
+        raise exits.stop(f"--only {only!r} matches no test", exits.USAGE)
     states = {name: result["status"] for name, result in backends.items()}
     if "failed" in states.values():
         return exits.FAILED
@@ -132,22 +162,59 @@ def _verdict(backends: dict[str, dict[str, Any]], required: list[str]) -> int:
     return 0
 
 
-def _table(record: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"conformance on {record['device']}", title_justify="left", box=None,
-        padding=(0, 2, 0, 0), pad_edge=False,
+def _counts(record: dict[str, Any]) -> Table:
+    table = tables.table(
+        f"conformance on {record['device']}", tables.names("backend"), tables.names("operation"),
+        *map(tables.numbers, COUNTS),
     )  # fmt: skip
-    for heading in ("backend", "operation", "", *COUNTS, "why"):
-        justify: Literal["left", "right"] = "right" if heading in COUNTS else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
     for name, result in record["backends"].items():
+        # Its own first; then what ran beside it and has no part in any backend.
+        lines = sorted(result["results"], key=lambda line: line["backend"] != name)
+        above = None
+        for line in lines:
+            shown = "" if line["backend"] == above else line["backend"]
+            above = line["backend"]
+            table.add_row(shown, line["operation"], *(f"{line[key]:,}" for key in COUNTS))
+    return table
+
+
+def _skipped(backends: dict[str, dict[str, Any]]) -> Table:
+    """Why tests were skipped; a reason that several operations share is told once."""
+    table = tables.table(
+        "why skipped", tables.names("backend"), tables.numbers("tests"), tables.text("why")
+    )
+    for name, result in backends.items():
+        reasons: Counter[str] = Counter()
+        for line in result["results"]:
+            reasons.update(line["skip_reasons"])
+        for number, (reason, count) in enumerate(reasons.most_common()):
+            table.add_row("" if number else name, f"{count:,}", Text(reason))
+    return table
+
+
+def _say_failures(console: Console, name: str, result: dict[str, Any]) -> None:
+    """Tests and commands on lines of their own, whatever their length: they are to be copied."""
+    failures = {
+        test: failure for line in result["results"] for test, failure in line["failures"].items()
+    }
+    if not failures:
+        return
+    console.print(Text(f"{name}: {len(failures)} failed", style=STYLES["failed"]))
+    for test, failure in list(failures.items())[:MOST_SHOWN]:
+        console.print(Text(f"  {test}"), soft_wrap=True)
+        first = failure["message"].strip().partition("\n")[0]
+        console.print(Padding.indent(Text(first), 4))
+    if len(failures) > MOST_SHOWN:
+        more = len(failures) - MOST_SHOWN
+        console.print(Text(f"  and {more} more (in the record: --json FILE)"))
+    console.print(Text("to run the first of them again:"))
+    console.print(Text(next(iter(failures.values()))["rerun"]), soft_wrap=True)
+    console.print()
+
+
+def _verdicts(backends: dict[str, dict[str, Any]]) -> Table:
+    table = tables.table("verdict", tables.names(), tables.names(), tables.text(), header=False)
+    for name, result in backends.items():
         state = Text(result["status"], style=STYLES[result["status"]])
-        lines = result["results"]
-        if not lines:
-            table.add_row(name, "", state, "", "", "", Text("; ".join(result["problems"])))
-        for number, line in enumerate(lines):
-            why = "; ".join(f"{count} × {text}" for text, count in line["skip_reasons"].items())
-            counts = (str(line[key]) for key in COUNTS)
-            first = (name, line["operation"], state) if number == 0 else ("", line["operation"], "")
-            table.add_row(*first, *counts, Text(why))
+        table.add_row(name, state, Text("; ".join(result["problems"])))
     return table

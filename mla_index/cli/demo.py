@@ -11,18 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mla_index.cli import devices, exits
-from mla_index.cli.explain import names
+from mla_index.cli import devices, exits, files, tables
+from mla_index.cli.lists import names
 from mla_index.cli.progress import PatientProgress
-from mla_index.cli.tables import backend_table
 from mla_index.diagnosis import Reason
+from mla_index.simulation.memory import shown
 from mla_index.simulation.report import RankFacts, Report
 from mla_index.simulation.run import simulate
 from mla_index.simulation.setting import BLOCK_SIZE, Config
 from mla_index.simulation.tokens import HEAD_DIM
-
-MOST_COLUMNS = 8
-"""Ranks that get a column each; more are summed."""
 
 
 def demo(
@@ -44,7 +41,7 @@ def demo(
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where the cache lives.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of contents, queries and block order.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=files.PRINTED)] = False,
 ) -> None:
     """Do the whole job on a serving trace, and check it.
 
@@ -68,7 +65,7 @@ def demo(
             dcp=dcp,
             interleave=interleave,
             heads=heads,
-            rows_per_request=rows,
+            rows=rows,
             seed=seed,
             backend=names(backend),
             device=str(place),
@@ -87,8 +84,8 @@ def show(report: Report, console: Console) -> None:
     """Print a report for a person."""
     for part in (
         _what(report),
-        backend_table(f"backends on {report.device}", report.explanations.values()),
-        _entries(report),
+        tables.backend_table(f"backends on {report.device}", report.explanations.values()),
+        _entries(report, console),
         _times(report),
         _checks(report),
     ):
@@ -97,21 +94,11 @@ def show(report: Report, console: Console) -> None:
     console.print(Text(verdict, style="bold green" if report.passed else "bold red"))
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=None, show_header=bool(headings),
-        padding=(0, 2, 0, 0), pad_edge=False,
-    )  # fmt: skip
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left")
-    return table
-
-
 def _what(report: Report) -> Table:
     single, size = report.single, len(report.ranks)
     shards = [rank.blocks for rank in report.ranks]
     lengths = report.lengths
-    table = _table("simulated")
+    table = tables.table("simulated", tables.names(), tables.text(), header=False)
     for name, text in {
         "trace": report.trace,
         "requests": f"{len(lengths):,} of {min(lengths):,} to {max(lengths):,} tokens, "
@@ -119,7 +106,7 @@ def _what(report: Report) -> Table:
         "queries": f"{report.rows:,} rows × {report.heads} heads, the top {report.topk:,} tokens "
         f"each; {report.short_rows:,} rows have fewer",
         "cache": f"{single.blocks:,} blocks of {BLOCK_SIZE} rows × {HEAD_DIM} float32, "
-        f"{_size(single.blocks * single.block_bytes)}",
+        f"{shown(single.blocks * single.block_bytes)}",
         "shared prefixes": _saved(single),
         "ranks": f"{size}, interleave {report.interleave}; "
         f"{min(shards):,} to {max(shards):,} blocks each",
@@ -135,21 +122,21 @@ def _saved(rank: RankFacts) -> str:
     share = rank.saved_blocks / wanted
     return (
         f"{rank.saved_blocks:,} of {wanted:,} blocks ({share:.1%}) are an earlier request's too: "
-        f"{_size(rank.saved_blocks * rank.block_bytes)} saved"
+        f"{shown(rank.saved_blocks * rank.block_bytes)} saved"
     )
 
 
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+def _entries(report: Report, console: Console) -> Table:
+    """What became of the selected tokens; a column for each rank, or for their sum."""
+    each = {f"rank {rank.rank}": [rank] for rank in report.ranks}
+    table = _entries_of({"one rank": [report.single], **each})
+    if tables.fits(table, console):
+        return table
+    return _entries_of({"one rank": [report.single], f"{len(each)} ranks": list(report.ranks)})
 
 
-def _entries(report: Report) -> Table:
-    """What became of the selected tokens; only reasons that occurred have a line."""
-    columns = {"one rank": [report.single]}
-    if len(report.ranks) <= MOST_COLUMNS:
-        columns.update({f"rank {rank.rank}": [rank] for rank in report.ranks})
-    else:
-        columns[f"{len(report.ranks)} ranks"] = list(report.ranks)
+def _entries_of(columns: dict[str, list[RankFacts]]) -> Table:
+    """Only reasons that occurred have a line."""
     lines = {
         "valid": [sum(rank.diagnosis.valid for rank in of) for of in columns.values()],
         **{
@@ -159,7 +146,9 @@ def _entries(report: Report) -> Table:
             for reason in Reason
         },
     }
-    table = _table("what became of the selection", "entries", *columns)
+    table = tables.table(
+        "what became of the selection", tables.text("entries"), *map(tables.numbers, columns)
+    )
     for name, counts in lines.items():
         if any(counts):
             table.add_row(name, *(f"{count:,}" for count in counts))
@@ -169,14 +158,16 @@ def _entries(report: Report) -> Table:
 
 
 def _times(report: Report) -> Table:
-    table = _table("time", "stage", "ms")
+    table = tables.table("time", tables.text("stage"), tables.numbers("ms"))
     for stage, seconds in report.seconds.items():
         table.add_row(stage, f"{seconds * 1e3:,.1f}")
     return table
 
 
 def _checks(report: Report) -> Table:
-    table = _table("checks", "", "found", "bound", "")
+    table = tables.table(
+        "checks", tables.text(), tables.numbers("found"), tables.numbers("bound"), tables.names()
+    )
     for check in report.checks:
         word, style = ("holds", "green") if check.passed else ("broken", "bold red")
         table.add_row(check.name, f"{check.value:.3g}", f"{check.bound:g}", Text(word, style=style))

@@ -8,16 +8,20 @@ from contextlib import contextmanager
 import typer
 
 from mla_index.errors import BackendUnavailable, BackendUnsupported, UnknownBackend
+from mla_index.simulation.memory import is_exhausted
 from mla_index.simulation.setting import ConfigError
 from mla_index.simulation.trace import TraceError
 
 FAILED = 1
 USAGE = 2
 MISSING = 3
+INTERRUPTED = 130
+"""What a shell reports of a programme that Ctrl-C ended."""
 
 HELP = (
     "Exit codes: 0 all is well; 1 a check failed or a bound is broken; 2 the arguments, a setting "
-    "or an input file is wrong; 3 no backend can serve the call, or a needed package is missing."
+    "or a file is wrong, or the memory too small for what is asked; 3 no backend can serve the "
+    "call, or a needed package is missing; 130 interrupted."
 )
 
 
@@ -33,6 +37,14 @@ def errors_as_exits() -> Iterator[None]:
         raise stop(str(error), MISSING) from error
     except (ConfigError, TraceError, UnknownBackend) as error:
         raise stop(str(error), USAGE) from error
+    except KeyboardInterrupt as error:
+        raise stop("interrupted", INTERRUPTED) from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhausted(error):
+            raise
+        # torch's allocator on the CPU says first where in its sources it stands
+        first = str(error).partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise stop(f"memory ran out, ask for less ({first or 'MemoryError'})", USAGE) from error
 
 
 def stop(message: str, code: int) -> typer.Exit:

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from mla_index import explanation
-from mla_index.cli import devices, exits
+from mla_index.cli import devices, exits, files
+from mla_index.cli.lists import names
 from mla_index.cli.tables import backend_table
 from mla_index.registry import OPERATIONS
 from mla_index.specs import INDEX_DTYPES, RemapSpec, SafeLengthsSpec, Spec
@@ -36,7 +37,7 @@ def explain(
     probe: Annotated[
         bool, typer.Option("--probe", help="Start the device for the answer.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=files.PRINTED)] = False,
 ) -> None:
     """Say which backend would serve a call, and why not each of the others.
 
@@ -64,12 +65,6 @@ def explain(
         Console().print(backend_table(f"{op} on {answer.device}", [answer]))
     if answer.chosen is None:
         raise typer.Exit(exits.MISSING)
-
-
-def names(backend: str) -> str | tuple[str, ...]:
-    """The request that `a` or `a,b` stands for."""
-    parts = tuple(part.strip() for part in backend.split(",") if part.strip())
-    return parts[0] if len(parts) == 1 else parts
 
 
 def _spec(

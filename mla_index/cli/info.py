@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from mla_index.cli import devices, exits
-from mla_index.cli.tables import backend_table
+from mla_index import registry, settings
+from mla_index.cli import devices, exits, files, tables
+from mla_index.errors import UnknownBackend
 from mla_index.explanation import Explanation, explain
 from mla_index.registry import OPERATIONS
-from mla_index.settings import KNOWN
 from mla_index.version import __version__
 
 PACKAGES = (
@@ -44,11 +44,12 @@ def info(
             "Without, no device is touched, and what only it could tell is `not tried`.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=files.PRINTED)] = False,
 ) -> None:
     """Show versions, devices, settings, and every backend × operation with the reason.
 
-    For a first look at a machine, and for bug reports.
+    For a first look at a machine, and for bug reports. With a wrong `MLA_INDEX_*` setting all of
+    this is shown as well, and then what is wrong: exit code 2, and in JSON under `errors`.
 
     **Examples**
 
@@ -58,22 +59,50 @@ def info(
     """
     places = [devices.parse(name) for name in device] if device else devices.built_for()
     # Without --probe, a device that this process has not started stays so.
-    ask = True if probe else None
-    with exits.errors_as_exits():
-        answers = {
-            str(place): [explain(op, device=place, probe=ask) for op in OPERATIONS]
-            for place in places
-        }
+    answers, wrong = _answers(places, True if probe else None)
     facts: dict[str, dict[str, Any]] = {
         "versions": _versions(),
         "devices": {str(place): devices.facts(place, probe=probe) for place in places},
-        "settings": {name: os.environ.get(name) for name in KNOWN},
+        "settings": _settings(),
     }
     if as_json:
         backends = {place: [answer.as_dict() for answer in of] for place, of in answers.items()}
-        typer.echo(json.dumps({**facts, "backends": backends}, indent=2))
+        typer.echo(json.dumps({**facts, "backends": backends, "errors": wrong}, indent=2))
     else:
         _show(facts, answers)
+    if wrong:
+        raise exits.stop("; ".join(wrong), exits.USAGE)
+
+
+def _answers(
+    places: list[torch.device], probe: bool | None
+) -> tuple[dict[str, list[Explanation]], list[str]]:
+    """For each device who serves each operation, and which settings are wrong.
+
+    With a wrong setting nobody is chosen, and what each backend can do is told all the same.
+    """
+    wrong: list[str] = []
+
+    def answer(op: str, place: torch.device) -> Explanation:
+        try:
+            return explain(op, device=place, probe=probe)
+        except UnknownBackend as error:  # nobody has asked for a backend but a setting
+            wrong.append(str(error))
+            told = explain(op, device=place, probe=probe, backend=registry.names())
+            return replace(told, chosen=None, source="a setting that is wrong")
+
+    answers = {str(place): [answer(op, place) for op in OPERATIONS] for place in places}
+    try:
+        settings.vllm()
+    except ValueError as error:
+        wrong.append(str(error))
+    return answers, list(dict.fromkeys(wrong))
+
+
+def _settings() -> dict[str, str | None]:
+    """What is set; what has no meaning, too."""
+    strange = sorted(name for name in os.environ if name.startswith("MLA_INDEX_"))
+    return {name: os.environ.get(name) for name in (*settings.KNOWN, *strange)}
 
 
 def _versions() -> dict[str, str | None]:
@@ -101,12 +130,19 @@ def _torch_build() -> str:
 def _show(facts: dict[str, dict[str, Any]], answers: dict[str, list[Explanation]]) -> None:
     console = Console()
     for heading, rows in facts.items():
-        table = Table(title=heading, title_justify="left", box=None, show_header=False)
+        table = tables.table(heading, tables.names(), tables.text(), header=False)
         for name, value in rows.items():
             shown = "; ".join(value) if isinstance(value, list) else value
             if heading == "settings":
-                shown = f"{value!r}" if value is not None else f"not set ({KNOWN[name]})"
+                shown = _setting(name, value)
             table.add_row(Text(name), Text("not installed" if shown is None else shown))
         console.print(table, "")
     for place, of in answers.items():
-        console.print(backend_table(f"backends on {place}", of), "")
+        console.print(tables.backend_table(f"backends on {place}", of), "")
+
+
+def _setting(name: str, value: str | None) -> str:
+    meaning = settings.KNOWN.get(name)
+    if value is None:
+        return f"not set ({meaning})"
+    return repr(value) if meaning else f"{value!r} (no such setting)"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mla_index import settings
-from mla_index.cli import exits
+from mla_index.cli import exits, files
 from mla_index.integrations import vllm_forms
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -27,7 +27,7 @@ def vllm(
         Path | None,
         typer.Option(help="Look at an unpacked vLLM in this folder, not at the installed one."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=files.PRINTED)] = False,
 ) -> None:
     """Say whether vLLM's sparse MLA functions are those that the plugin replaces.
 
@@ -76,12 +76,15 @@ def _facts(folder: Path | None) -> dict[str, Any]:
         facts["vllm"], file = f"in {folder}", vllm_forms.source_in(folder)
     try:
         text = file.read_text(encoding="utf-8")
+        form = vllm_forms.form_of_source(text)
     except OSError as error:
         if folder is not None:
-            raise exits.stop(f"--source {folder}: {error}", exits.USAGE) from error
+            told = f"--source {folder}: {error.filename}: {error.strerror}"
+            raise exits.stop(told, exits.USAGE) from error
         facts |= {"fits": False, "differences": [f"it has no {vllm_forms.MODULE}"]}
         return facts
-    form = vllm_forms.form_of_source(text)
+    except (SyntaxError, ValueError) as error:  # cut off, or no text at all
+        return facts | {"fits": False, "differences": [f"{file} is not Python: {error}"]}
     differences = form.differences()
     return facts | {
         "fits": not differences,
