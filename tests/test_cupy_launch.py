@@ -18,7 +18,7 @@ import mla_index
 from mla_index.backends.cupy import launch
 from mla_index.backends.cupy.launch import geometry, remap_kernel, safe_lengths_kernel, token_ends
 from mla_index.backends.cupy.runtime import Function, HasPtr, Runtime
-from mla_index.backends.cupy.variants import MAX_PARTS, Variant, layout
+from mla_index.backends.cupy.variants import MAX_PARTS, Variant, few_rows, remap_layouts
 from mla_index.registry import Kernel
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
@@ -205,9 +205,9 @@ def test_geometry_covers_every_column_within_the_limits(
 ) -> None:
     for topk in (1, 4, 63, 128, 129, 512, 516, 1000, 2048, 2176, 4224, 8192, 8196, 16384, 100_000):
         spec = RemapSpec(64, topk, slot_dtype=dtype, **options)
-        for vector in (False, True):
-            shape = layout(spec, vector=vector)
-            for rows in (1, 7, 511, 513, 65_537, 2**31 + 5):
+        for (_, many), shape in remap_layouts(spec).items():
+            few = few_rows(spec)
+            for rows in (few + 1, 65_537, 2**31 + 5) if many else (1, 7, few):
                 (across, parts), (threads,), shared = geometry(
                     shape, spec.compact, dtype.itemsize, rows, topk
                 )

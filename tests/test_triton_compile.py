@@ -44,7 +44,7 @@ FACTORS: dict[str, list[Any]] = {
     "target": TARGETS,
     "wants": list(WANTS),
     "topk": [7, 512, 2048, 4096, 16384],
-    "variant": [0, 1, 2, 3, 4, 5],  # modulo the number that a configuration has
+    "variant": list(range(9)),  # modulo the number that a configuration has
     "token_dtype": [INT32, INT64],
     "table_dtype": [INT32, INT64],
     "slot_dtype": [INT32, INT64],
@@ -194,4 +194,4 @@ def test_no_register_spills(name: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("topk", FACTORS["topk"])
 def test_a_configuration_has_few_kernels(wants: str, topk: int) -> None:
     kernels = variants.remap_variants(RemapSpec(64, topk, **WANTS[wants]))
-    assert len(kernels) == len({str(kernel) for kernel in kernels}) <= 6
+    assert len(kernels) == len({str(kernel) for kernel in kernels}) <= 9

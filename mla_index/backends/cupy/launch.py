@@ -16,7 +16,8 @@ from mla_index.backends.cupy.variants import (
     MAX_PARTS,
     Layout,
     Variant,
-    layout,
+    few_rows,
+    remap_layouts,
     remap_variants,
     safe_lengths_variants,
 )
@@ -82,7 +83,7 @@ class _Functions:
     ) -> None:
         self.loaded: list[Function | None] = [None] * len(variants)
         self._op = op
-        self._variants = variants
+        self.variants = variants
         self._device = device
         self._runtime = runtime
 
@@ -95,7 +96,7 @@ class _Functions:
                 f"into a CUDA graph capture: call mla_index.warmup({self._op!r}, spec, "
                 f"device={str(self._device)!r}, backend='cupy') before the capture"
             )
-        function = self.loaded[which] = self._runtime.function(self._variants[which], index)
+        function = self.loaded[which] = self._runtime.function(self.variants[which], index)
         return function
 
     def warm(self) -> int:
@@ -112,6 +113,7 @@ class _Functions:
 class _Numbers(NamedTuple):
     """What follows from the numbers of a call: mostly those of the call before."""
 
+    place: int  # of the kernel
     grid: tuple[int, int]
     block: tuple[int]
     shared: int
@@ -123,8 +125,10 @@ class _Numbers(NamedTuple):
 
 def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Kernel:
     """The launcher of one configuration on one device."""
-    functions = _Functions("remap", remap_variants(spec), device, runtime)
-    loaded = functions.loaded
+    variants, layouts = remap_variants(spec), remap_layouts(spec)
+    functions = _Functions("remap", tuple(dict.fromkeys(variants.values())), device, runtime)
+    places = {kind: functions.variants.index(variant) for kind, variant in variants.items()}
+    loaded, most_few = functions.loaded, few_rows(spec)
     arguments = _Arguments(runtime)
     pack, pack_extra, extra_at = _REMAP.pack_into, _REMAP_EXTRA.pack_into, _REMAP.size
     index = device.index
@@ -159,14 +163,15 @@ def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Ker
         tokens_at, out_at = token_indices.data_ptr(), out.data_ptr()
         unaligned = tokens_at | out_at | token_pitch * token_bytes | out_pitch * slot_bytes
         vector = token_step == table_step == 1 and not (topk & 3 or unaligned & 15)
-        function = loaded[vector] or functions.load(vector)
 
-        key = (rows, topk, table_width, rank, block_stride_rows, last_slot, vector)
+        key = (vector, rows, topk, table_width, rank, block_stride_rows, last_slot)
         known, numbers = latest[0]
         if numbers is None or known != key:
-            numbers = _numbers(spec, *key)
+            kind = (vector, rows > most_few)
+            numbers = _numbers(spec, places[kind], layouts[kind], *key[1:])
             latest[0] = (key, numbers)
-        grid, block, shared, token_end, local_end, last_block, last_offset = numbers
+        place, grid, block, shared, token_end, local_end, last_block, last_offset = numbers
+        function = loaded[place] or functions.load(place)
         req_at, req_stride, req_bytes = (0, 0, 4) if req_id is None else _column(req_id)
         counts_at, counts_stride = (0, 0) if counts is None else _result(counts)
         lengths_at, lengths_stride = (0, 0) if lengths is None else _result(lengths)
@@ -192,20 +197,21 @@ def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Ker
 
 def _numbers(
     spec: RemapSpec,
+    place: int,
+    shape: Layout,
     rows: int,
     topk: int,
     table_width: int,
     rank: int,
     block_stride_rows: int,
     last_slot: int,
-    vector: int,
 ) -> _Numbers:
     last_block, last_offset = divmod(last_slot, block_stride_rows)
     last_entry = DTYPE_MAX[spec.table_dtype]
     if last_block > last_entry:
         last_block, last_offset = last_entry, block_stride_rows - 1
-    shape = layout(spec, vector=bool(vector))
     return _Numbers(
+        place,
         *geometry(shape, spec.compact, BYTES[spec.slot_dtype], rows, topk),
         *token_ends(spec, table_width, rank),
         last_block,
@@ -229,12 +235,6 @@ def token_ends(spec: RemapSpec, table_width: int, rank: int) -> tuple[int, int]:
     return min((turn * spec.dcp_size + rank) * spec.dcp_interleave + within, token_cap), 0
 
 
-FEW_ROWS = 512
-"""Up to here a card has room for all rows at once: the fewest steps a row are fastest."""
-WALK_WARPS = 8
-"""Of a row that walks its tiles, when there are more rows: small blocks overlap better."""
-
-
 def geometry(
     shape: Layout, compact: bool, slot_bytes: int, rows: int, topk: int
 ) -> tuple[tuple[int, int], tuple[int], int]:
@@ -243,9 +243,8 @@ def geometry(
         a_block = min(8, rows // 256 + 1)
         shared = a_block * _spread(shape.segment, slot_bytes) if compact else 0
         return (min(-(-rows // a_block), MAX_GRID), 1), (32 * a_block,), shared
-    most = shape.max_warps if shape.one_tile or rows <= FEW_ROWS else WALK_WARPS
     segments = -(-topk // shape.segment)
-    tiles = -(-segments // most)
+    tiles = -(-segments // shape.max_warps)
     warps = -(-segments // tiles)
     # A compacted row also has up to three entries of the tile before.
     shared = _spread(warps * shape.segment + 3, slot_bytes) if compact else 0

@@ -188,9 +188,9 @@ __device__ __forceinline__ uint32 paged_slots(
         entries[i] = -1;
         if (valid) {
 #if VECTOR
-            entries[i] = __ldg(row.table + block);
+            entries[i] = row.table[block];
 #else
-            entries[i] = __ldg(row.table + static_cast<int64>(block) * p.table_step);
+            entries[i] = row.table[static_cast<int64>(block) * p.table_step];
 #endif
         }
     }
@@ -497,6 +497,8 @@ __device__ __forceinline__ void remap_row(
         const uint32 found = map_tokens(p, row, tokens, slots);
         const int64 next = first + step;
         last = ONE_TILE || next >= p.topk;
+        // The next tile's tokens come while this one is gathered and written.
+        if (!last) load_tokens(p, index, next, warp, lane, tokens);
 #if COMPACT
         store_compact(
             p, index, last, warp, lane, thread, threads, shared, slots, found, done, left);
@@ -507,7 +509,6 @@ __device__ __forceinline__ void remap_row(
 #endif
 #endif
         first = next;
-        if (!last) load_tokens(p, index, next, warp, lane, tokens);
     } while (!last);
 
 #if COUNTS && !COMPACT

@@ -75,20 +75,30 @@ class Layout(NamedTuple):
         return 32 * self.items
 
 
-def layout(spec: RemapSpec, *, vector: bool) -> Layout:
-    """The layout of a configuration, from its width class and dtypes.
+def few_rows(spec: RemapSpec) -> int:
+    """Up to here a card has room for all rows at once, and the fewest steps a row are fastest."""
+    return 512 if spec.topk <= 4096 else 128
 
-    Ordinary calls have more entries a thread, for as long as that costs few registers.
+
+def layout(spec: RemapSpec, *, vector: bool, many: bool = False) -> Layout:
+    """The layout of a configuration, from its width class and dtypes; measured on an H200.
+
+    Ordinary calls have more entries a thread, for as long as that costs few registers. With many
+    rows, wide ones walk small tiles: small blocks overlap better.
     """
     wide = torch.int64 in (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
     ordinary = vector and not wide and not spec.workspace
-    if spec.topk <= 32 * (16 if ordinary else 4):
-        return Layout(max(4, spec.topk // 32), True, True, False, 1)
     items = 8 if ordinary else 4
-    if spec.compact or spec.counts:
-        return Layout(items, False, spec.topk <= MAX_WARPS * 32 * items, False, MAX_WARPS)
-    most = MAX_PARTS * PLAIN_WARPS * 32 * items
-    return Layout(items, False, spec.topk <= most, True, PLAIN_WARPS)
+    if spec.topk <= 32 * (16 if ordinary and not spec.compact else items):
+        return Layout(max(4, spec.topk // 32), True, True, False, 1)
+    if not (spec.compact or spec.counts):
+        most = MAX_PARTS * PLAIN_WARPS * 32 * items
+        return Layout(items, False, spec.topk <= most, True, PLAIN_WARPS)
+    one_tile = spec.topk <= MAX_WARPS * 32 * items
+    if (many and spec.topk >= 2048) or not (vector or one_tile):
+        columns = 1024 if spec.topk <= 4096 else 2048
+        return Layout(items, False, False, False, columns // (32 * items))
+    return Layout(items, False, one_tile, False, MAX_WARPS)
 
 
 def _registers(shape: Layout) -> int:
@@ -102,16 +112,31 @@ def _registers(shape: Layout) -> int:
     return {4: 56, 8: 48, 16: 64}[shape.items]
 
 
-def remap_variants(spec: RemapSpec) -> tuple[Variant, ...]:
-    """Every kernel that a configuration can need: first the one for any strides and alignment,
-    then the vectorised one, if the width class has a width that is a multiple of 4.
+def remap_layouts(spec: RemapSpec) -> dict[tuple[bool, bool], Layout]:
+    """The layouts of a configuration by (vector, many): see `layout`.
+
+    Calls of any strides and alignment have one for all numbers of rows. No width of a class below
+    4 is a multiple of 4, as vectors want it.
     """
-    layouts = (False, True) if spec.topk >= 4 else (False,)
-    return tuple(_remap_variant(spec, vector=vector) for vector in layouts)
+    any_strides = layout(spec, vector=False)
+    if spec.topk < 4:
+        return {(False, many): any_strides for many in (False, True)}
+    return {
+        (vector, many): layout(spec, vector=True, many=many) if vector else any_strides
+        for vector in (False, True)
+        for many in (False, True)
+    }
 
 
-def _remap_variant(spec: RemapSpec, *, vector: bool) -> Variant:
-    shape = layout(spec, vector=vector)
+def remap_variants(spec: RemapSpec) -> dict[tuple[bool, bool], Variant]:
+    """The kernels of a configuration by (vector, many); some may be the same."""
+    return {
+        kind: _remap_variant(spec, shape, vector=kind[0])
+        for kind, shape in remap_layouts(spec).items()
+    }
+
+
+def _remap_variant(spec: RemapSpec, shape: Layout, *, vector: bool) -> Variant:
     defines = {
         "TOKEN_BYTES": BYTES[spec.token_dtype],
         "TABLE_BYTES": BYTES[spec.table_dtype],

@@ -5,7 +5,7 @@
 One program takes one query row, or one piece of it. `tokens`, `table` and `slots` are typed at
 compile time; what is read once a row (`req_id`, `request_rows`, `token_limits`, the workspace's
 arrays) is read as 32-bit words with a run-time width, so that its dtypes make no further kernels.
-Absent tensors are None at compile time.
+Absent tensors, and the numbers that mean nothing without them, are None at compile time.
 
 Numbers are compared as unsigned ones: `0 <= x <= last` is then the one test `x < last + 1`, and a
 division needs no care for signs. No sum or product is trusted that an earlier test has not bounded:
@@ -80,24 +80,30 @@ def _share(token, DCP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr):
 
 
 @triton.jit
-def _translate(
-    columns, topk, token_row, token_stride, table_row, table_stride, token_size, local_size, rank,
-    block_stride_rows, block_count, last_slot, is_gathered, ws_start, rank_stride, last_ws_row,
-    SLOT: tl.constexpr, WORKSPACE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr,
-    INTERLEAVE: tl.constexpr, DENSE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Slots (unsigned) of some columns of a row, and whether they are valid.
-
-    `token_size` bounds the row's tokens (0: the row is out), `local_size` those on one rank.
-    """
+def _tokens(columns, topk, token_row, token_stride, DENSE: tl.constexpr, MASKED: tl.constexpr):
+    """Tokens (unsigned) of some columns of a row; beyond the row one that is never valid."""
     if DENSE:
         token_at = token_row + columns
     else:
         token_at = token_row + columns.to(tl.int64) * token_stride.to(tl.int64)
     if MASKED:
-        token = _unsigned(tl.load(token_at, mask=columns < topk, other=-1))
+        token = tl.load(token_at, mask=columns < topk, other=-1)
     else:
-        token = _unsigned(tl.load(token_at))
+        token = tl.load(token_at)
+    return _unsigned(token)
+
+
+@triton.jit
+def _translate(
+    token, token_size, local_size, table_row, table_stride, rank, block_stride_rows, block_count,
+    last_slot, is_gathered, ws_start, rank_stride, last_ws_row,
+    SLOT: tl.constexpr, WORKSPACE: tl.constexpr, BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr,
+    INTERLEAVE: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Slots (unsigned) of some tokens of a row, and whether they are valid.
+
+    `token_size` bounds the row's tokens (0: the row is out), `local_size` those on one rank.
+    """
     present = token < token_size.to(token.dtype)
     owner, local = _share(token, DCP_SIZE, INTERLEAVE)
     if DCP_SIZE > 1:
@@ -186,8 +192,7 @@ def _ranks(valid, TILE: tl.constexpr):
 @triton.jit
 def _store(
     columns, topk, slot_row, slot, valid, count, pad,
-    COMPACT: tl.constexpr, SAFE: tl.constexpr, COUNTED: tl.constexpr, MASKED: tl.constexpr,
-    TILE: tl.constexpr,
+    COMPACT: tl.constexpr, COUNTED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write some columns of a row; `count` of its entries were valid before, returns how many now.
 
@@ -201,9 +206,6 @@ def _store(
         ranks, total = _ranks(valid, TILE)
         place = count + ranks + tl.where(valid, 0, topk - 1 - columns)
         count += total
-        if SAFE:
-            # Only in a row without any valid entry is an invalid one in column 0.
-            pad = tl.where(place == 0, 0, pad)
     elif COUNTED:
         count += tl.sum(valid.to(tl.int32), 0)
     value = tl.where(valid, _signed(slot), pad)
@@ -218,12 +220,12 @@ def _store(
 
 @triton.jit
 def remap(
-    tokens, table, slots, counts, lengths,
-    req_id, request_rows, token_limits, ws_request_ids, ws_starts,
-    token_row_stride, token_stride, table_row_stride, table_stride, slot_row_stride,
-    count_stride, length_stride, req_stride, map_stride, limit_stride, ws_stride, start_stride,
-    topk, pieces, table_rows, last_local, map_size, ws_size, wide,
-    rank, block_stride_rows, last_block, last_slot, rank_stride, last_ws_row, pad,
+    tokens, table, slots, req_id, counts, lengths,
+    request_rows, token_limits, ws_request_ids, ws_starts,
+    wide, topk, req_stride, token_row_stride, table_row_stride, slot_row_stride, count_stride,
+    table_rows, last_local, block_stride_rows, last_block, last_slot, pad, rank,
+    pieces, pieces_inverse, pieces_shift, token_stride, table_stride, length_stride,
+    map_stride, map_size, limit_stride, ws_stride, start_stride, ws_size, rank_stride, last_ws_row,
     BLOCK_SIZE: tl.constexpr, DCP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr,
     COMPACT: tl.constexpr, DENSE: tl.constexpr, PLAN: tl.constexpr, TILE: tl.constexpr,
     TAIL: tl.constexpr,
@@ -236,10 +238,14 @@ def remap(
     the dtype of what it bounds; `last_local` is the last token that the table's width has room for.
 
     `PLAN` says how the programs share a row: `tile`: one program, one tile; `walk`: one program
-    walks the tiles; `split`: `pieces` programs with a tile each, which (compacting) count for
-    themselves what is valid in the tiles before theirs. `TAIL` is how many columns may be left
-    over after whole tiles; where it is as much as `TILE`, every access is masked. `DENSE`: the
-    columns of tokens and table are adjacent.
+    walks the tiles of a row wider than one; `split`: `pieces` programs with a tile each, which
+    (compacting) count for themselves what is valid in the tiles before theirs. `TAIL` is how many
+    columns may be left over after whole tiles; where it is as much as `TILE`, every access is
+    masked. `DENSE`: the columns of tokens and table are adjacent.
+
+    Tokens are asked for as early as can be: with the row's own numbers, and of the next tile
+    before this one is stored. What every kernel needs stands first among the parameters, since
+    each line of them that is read costs time.
     """
     COUNTED: tl.constexpr = counts is not None
     SAFE: tl.constexpr = lengths is not None
@@ -250,8 +256,21 @@ def remap(
     row = tl.program_id(0).to(tl.int64)
     piece = 0
     if PLAN == "split":
-        row = (tl.program_id(0) // pieces).to(tl.int64)
-        piece = tl.program_id(0) % pieces
+        # Exact for every program id, and a fifth of a division: see `variants.inverse`.
+        quotient = (tl.program_id(0).to(tl.uint64) * pieces_inverse.to(tl.uint64)) >> pieces_shift
+        piece = tl.program_id(0) - quotient.to(tl.int32) * pieces
+        row = quotient.to(tl.int64)
+
+    token_row = tokens + row * token_row_stride.to(tl.int64)
+    lanes = tl.arange(0, TILE)
+    first = piece * TILE
+    if PLAN == "split" and COMPACT:
+        first = first * 0
+    token = _tokens(first + lanes, topk, token_row, token_stride, DENSE, MASKED)
+    whole = topk if MASKED else topk // TILE * TILE
+    if PLAN == "walk" and not MASKED and TAIL > 0:
+        tail_columns = whole + tl.arange(0, TAIL)
+        tail_token = _tokens(tail_columns, topk, token_row, token_stride, DENSE, True)
 
     # --- what holds for the whole row ---
     table_index, exists = _table_row(
@@ -269,60 +288,61 @@ def remap(
     if WORKSPACE:
         entry = _number(ws_request_ids, row, ws_stride, (wide & 8) != 0, row >= 0)
         is_gathered = entry >= 0
-        known = is_gathered & (entry < ws_size)
-        ws_start = _number(ws_starts, entry, start_stride, (wide & 16) != 0, known)
-        exists = tl.where(is_gathered, known, exists)
-    token_row = tokens + row * token_row_stride.to(tl.int64)
+        if is_gathered:
+            exists = entry < ws_size
+            ws_start = _number(ws_starts, entry, start_stride, (wide & 16) != 0, exists)
     slot_row = slots + row * slot_row_stride.to(tl.int64)
     given = (
-        token_row, token_stride, table_row, table_stride,
-        _size(tl.where(exists, last_token, -1)), _size(last_local), rank, block_stride_rows,
-        _size(last_block), last_slot, is_gathered, ws_start, rank_stride, last_ws_row,
+        _size(tl.where(exists, last_token, -1)), _size(last_local), table_row, table_stride, rank,
+        block_stride_rows, _size(last_block), last_slot, is_gathered, ws_start, rank_stride,
+        last_ws_row,
     )  # fmt: skip
 
     # --- its columns ---
-    lanes = tl.arange(0, TILE)
     count = topk * 0
     if PLAN == "walk":
-        whole = topk if MASKED else topk // TILE * TILE
+        if not MASKED and TAIL > 0:
+            tail_slot, tail_valid = _translate(
+                tail_token, *given,
+                SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE,
+            )  # fmt: skip
         for start in range(0, whole, TILE):
             slot, valid = _translate(
-                start + lanes, topk, *given,
-                SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, MASKED,
+                token, *given,
+                SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE,
             )  # fmt: skip
+            # After the last tile: nothing, or where nothing is masked, that tile again.
+            ahead = start + TILE if MASKED else tl.minimum(start + TILE, whole - TILE)
+            token = _tokens(ahead + lanes, topk, token_row, token_stride, DENSE, MASKED)
             count = _store(
                 start + lanes, topk, slot_row, slot, valid, count, pad,
-                COMPACT, SAFE, COUNTED, MASKED, TILE,
+                COMPACT, COUNTED, MASKED, TILE,
             )  # fmt: skip
         if not MASKED and TAIL > 0:
             if whole < topk:
-                columns = whole + tl.arange(0, TAIL)
-                slot, valid = _translate(
-                    columns, topk, *given,
-                    SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, True,
-                )  # fmt: skip
                 count = _store(
-                    columns, topk, slot_row, slot, valid, count, pad,
-                    COMPACT, SAFE, COUNTED, True, TAIL,
+                    tail_columns, topk, slot_row, tail_slot, tail_valid, count, pad,
+                    COMPACT, COUNTED, True, TAIL,
                 )  # fmt: skip
     else:
         if PLAN == "split" and COMPACT:
             seen = tl.zeros([TILE], tl.int32)
             for start in range(0, piece * TILE, TILE):
-                slot, valid = _translate(
-                    start + lanes, topk, *given,
-                    SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, False,
+                _, valid = _translate(
+                    token, *given,
+                    SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE,
                 )  # fmt: skip
+                ahead = start + TILE + lanes
+                token = _tokens(ahead, topk, token_row, token_stride, DENSE, MASKED)
                 seen += valid.to(tl.int32)
             count = tl.sum(seen, 0)
-        columns = piece * TILE + lanes
         slot, valid = _translate(
-            columns, topk, *given,
-            SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE, MASKED,
+            token, *given,
+            SLOT, WORKSPACE, BLOCK_SIZE, DCP_SIZE, INTERLEAVE, DENSE,
         )  # fmt: skip
         count = _store(
-            columns, topk, slot_row, slot, valid, count, pad,
-            COMPACT, SAFE, COUNTED, MASKED, TILE,
+            piece * TILE + lanes, topk, slot_row, slot, valid, count, pad,
+            COMPACT, COUNTED, MASKED, TILE,
         )  # fmt: skip
 
     if COUNTED:
@@ -334,6 +354,10 @@ def remap(
         if SAFE:
             length = tl.maximum(count, 1)
             tl.store(lengths + row * length_stride.to(tl.int64), length, mask=is_last)
+            if is_last & (count == 0):
+                # The dummy slot goes where a thread of this program has put a pad.
+                tl.debug_barrier()
+                tl.store(slot_row, count)
 
 
 @triton.jit

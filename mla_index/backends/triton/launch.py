@@ -9,6 +9,7 @@ them all: nothing is compiled later, whatever T, W, strides or alignments come.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -177,13 +178,6 @@ ADDRESS: Callable[[Tensor], Any] = _itself if INTERPRETED else Tensor.data_ptr
 """What stands for a tensor in a launch: its address, but the interpreter wants the tensor."""
 
 
-def _misaligned(tokens: Tensor, slots: Tensor) -> bool:
-    """Whether rows start off 16 bytes, or their pitch or width is no multiple of 16."""
-    rows, topk = tokens.shape
-    pitches = 0 if rows == 1 else tokens.stride()[0] | slots.stride()[0]
-    return (tokens.data_ptr() | slots.data_ptr() | pitches | topk) & 15 != 0
-
-
 def _words(array: Tensor, bit: int) -> tuple[Any, int, int]:
     """How a kernel reads an array as 32-bit words: address, stride in words, `bit` if int64."""
     (stride,) = array.stride()
@@ -192,15 +186,59 @@ def _words(array: Tensor, bit: int) -> tuple[Any, int, int]:
     return ADDRESS(array), stride, 0
 
 
+class _Numbers(NamedTuple):
+    """What follows from the numbers of a call: mostly those of the call before."""
+
+    variant: int
+    programs: int
+    pieces: int
+    pieces_inverse: int
+    pieces_shift: int
+    last_local: int
+    last_block: int
+
+
+class _Cuts:
+    """Which variant serves a call of a configuration, and what else its numbers decide."""
+
+    def __init__(self, spec: RemapSpec) -> None:
+        self.spec = spec
+        self.steps = variants.steps(spec)
+        self.most_rows = [step.most_rows for step in self.steps]
+        self.place = {cut: index for index, cut in enumerate(variants.cuts(spec))}
+
+    def numbers(
+        self,
+        dense: bool,
+        rows: int,
+        topk: int,
+        columns: int,
+        block_stride_rows: int,
+        last_slot: int,
+    ) -> _Numbers:
+        """For `dense` see `variants.remap_variant`; `columns` of the table."""
+        shape = self.steps[-1].general
+        if dense:
+            _, shape, even = self.steps[bisect_left(self.most_rows, rows)]
+            if even is not None and topk % even.tile <= even.tail:
+                shape = even
+        pieces = -(-topk // shape.tile) if shape.plan == "split" else 1
+        return _Numbers(
+            self.place[dense, shape],
+            rows * pieces,
+            pieces,
+            *variants.inverse(pieces),
+            min(columns * self.spec.block_size - 1, DTYPE_MAX[self.spec.token_dtype]),
+            min(last_slot // block_stride_rows, DTYPE_MAX[self.spec.table_dtype]),
+        )
+
+
 def remap(spec: RemapSpec, device: torch.device) -> Kernel:
     """The launcher of one configuration of remap and dcp_filter on one device."""
-    few_rows, few, many = variants.shapes(spec)
-    compilable = variants.remap_variants(spec)
-    launcher = _launcher("remap", compilable, device)
-    first_of_many = 0 if few == many else 2 if few.even is None else 3
-    in_vectors = variants.vectors(spec)
-    token_max, entry_max = DTYPE_MAX[spec.token_dtype], DTYPE_MAX[spec.table_dtype]
-    block_size = spec.block_size
+    launcher = _launcher("remap", variants.remap_variants(spec), device)
+    cuts, in_vectors = _Cuts(spec), variants.vectors(spec)
+    # The last call's numbers and what follows from them, in one object: threads may race for it.
+    latest: list[tuple[tuple[object, ...], _Numbers | None]] = [((), None)]
 
     def launch(
         req_id: Tensor | None,
@@ -225,19 +263,17 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
         table_rows, table_columns = block_table.shape
         table_row, table_step = block_table.stride()
         slot_row, _ = out.stride()
-        tokens, slots = ADDRESS(token_indices), ADDRESS(out)
-
-        # Which kernel: see `variants.remap_variants` for their order.
-        if first_of_many and rows > few_rows:
-            index, (shape, even) = first_of_many, many
-        else:
-            index, (shape, even) = 0, few
         dense = token_step == 1 and table_step == 1
-        if dense and not (in_vectors and _misaligned(token_indices, out)):
-            index += 1
-            if even is not None and topk % even.tile <= even.tail:
-                index, shape = index + 1, even
-        pieces = -(-topk // shape.tile) if shape.plan == "split" else 1
+        if in_vectors and dense:
+            pitches = token_row | slot_row if rows > 1 else 0
+            dense = not (token_indices.data_ptr() | out.data_ptr() | pitches | topk) & 15
+
+        key = (dense, rows, topk, table_columns, block_stride_rows, last_slot)
+        known, numbers = latest[0]
+        if numbers is None or known != key:
+            numbers = cuts.numbers(*key)
+            latest[0] = (key, numbers)
+        variant, programs, pieces, inverse, shift, last_local, last_block = numbers
 
         counts_at = lengths_at = req_at = map_at = limits_at = ws_at = starts_at = None
         count_step = length_step = req_step = map_step = limit_step = ws_step = start_step = 0
@@ -259,20 +295,17 @@ def remap(spec: RemapSpec, device: torch.device) -> Kernel:
             starts_at, start_step, start_bit = _words(ws_starts, 16)
             ws_size, wide = ws_starts.shape[0], wide | bit | start_bit
 
-        last_local = table_columns * block_size - 1
-        last_block = last_slot // block_stride_rows
         launcher(
-            index,
-            rows * pieces,
+            variant,
+            programs,
             (
-                tokens, ADDRESS(block_table), slots, counts_at, lengths_at,
-                req_at, map_at, limits_at, ws_at, starts_at,
-                token_row, token_step, table_row, table_step, slot_row,
-                count_step, length_step, req_step, map_step, limit_step, ws_step, start_step,
-                topk, pieces, table_rows, last_local if last_local < token_max else token_max,
-                map_size, ws_size, wide, rank, block_stride_rows,
-                last_block if last_block < entry_max else entry_max, last_slot, rank_stride,
-                last_ws_row, pad,
+                ADDRESS(token_indices), ADDRESS(block_table), ADDRESS(out), req_at, counts_at,
+                lengths_at, map_at, limits_at, ws_at, starts_at,
+                wide, topk, req_step, token_row, table_row, slot_row, count_step,
+                table_rows, last_local, block_stride_rows, last_block, last_slot, pad, rank,
+                pieces, inverse, shift, token_step, table_step, length_step,
+                map_step, map_size, limit_step, ws_step, start_step, ws_size, rank_stride,
+                last_ws_row,
             ),
         )  # fmt: skip
 

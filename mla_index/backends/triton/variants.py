@@ -6,6 +6,7 @@ the measurements. Nothing here needs a device, so tests compile the same variant
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,90 +38,93 @@ class Shape(NamedTuple):
     warps: int
 
 
-class Shapes(NamedTuple):
-    """The shapes for few rows or for many.
-
-    Args:
-        general: for every width.
-        even: a faster one for the widths that leave over no more than its tail, if there is one.
-    """
-
-    general: Shape
-    even: Shape | None = None
-
-
-class Cut(NamedTuple):
-    """The shapes of a configuration by the number of rows.
+class Step(NamedTuple):
+    """The shapes for calls of up to so many rows.
 
     With few rows multiprocessors are idle, and what counts is how long a single row takes.
 
     Args:
-        few_rows: up to here `few` is taken, beyond it `many`.
-        few, many: the shapes; the same where the number of rows decides nothing.
+        most_rows: of the step.
+        general: for every width.
+        even: a faster one for the widths that leave over no more than its tail, if there is one.
     """
 
-    few_rows: int
-    few: Shapes
-    many: Shapes
+    most_rows: int
+    general: Shape
+    even: Shape | None = None
 
 
-def _always(shapes: Shapes) -> Cut:
-    return Cut(0, shapes, shapes)
+ANY = sys.maxsize
+"""As many rows as there are."""
 
 
-def _tile(width: int, warps: int) -> Shapes:
+def _tile(rows: int, width: int, warps: int) -> Step:
     """One tile a row; where the width is the row's, nothing is masked."""
-    return Shapes(Shape("tile", width, width, warps), Shape("tile", width, 0, warps))
+    return Step(rows, Shape("tile", width, width, warps), Shape("tile", width, 0, warps))
 
 
-def _split(tile: int, warps: int) -> Shapes:
-    return Shapes(Shape("split", tile, tile, warps), Shape("split", tile, 0, warps))
+def _split(rows: int, tile: int, warps: int) -> Step:
+    return Step(rows, Shape("split", tile, tile, warps), Shape("split", tile, 0, warps))
 
 
-def _walk(tile: int, warps: int) -> Shapes:
-    return Shapes(Shape("walk", tile, tile, warps), Shape("walk", tile, 128, warps))
+def _walk(rows: int, tile: int, warps: int) -> Step:
+    return Step(rows, Shape("walk", tile, tile, warps), Shape("walk", tile, 128, warps))
+
+
+def _pieces(rows: int, tile: int, warps: int) -> Step:
+    """Pieces that need nothing of each other: a mask costs them little."""
+    return Step(rows, Shape("split", tile, tile, warps))
 
 
 PLAIN = {
-    # width class: measured on an H200, as the ratio to a copy of the same bytes
-    1024: Cut(128, Shapes(Shape("split", 512, 512, 4)), Shapes(Shape("split", 1024, 1024, 4))),
-    2048: Cut(4096, Shapes(Shape("split", 1024, 1024, 8)), Shapes(Shape("split", 1024, 1024, 4))),
+    # width class: steps, measured on an H200
+    1024: (_pieces(ANY, 512, 4),),
+    2048: (_pieces(512, 512, 4), _pieces(4096, 1024, 8), _pieces(ANY, 1024, 4)),
+    4096: (_pieces(1024, 512, 4), _pieces(ANY, 1024, 4)),
 }
-"""Without counts. Narrower rows are one tile; wider ones are cut as those of 1024."""
+"""Without counts. Narrower rows are one tile; wider ones are cut as those of 4096."""
 
 COMPACT = {
-    512: _always(_tile(512, 4)),
-    1024: Cut(2048, _tile(1024, 4), _tile(1024, 2)),
-    2048: _always(_tile(2048, 4)),
-    4096: Cut(
-        128, Shapes(Shape("tile", 4096, 4096, 4), Shape("walk", 2048, 128, 4)), _walk(512, 4)
+    512: (_tile(ANY, 512, 4),),
+    1024: (_tile(1024, 1024, 4), _walk(ANY, 512, 2)),
+    2048: (_tile(256, 2048, 4), _walk(1024, 1024, 4), _walk(ANY, 512, 2)),
+    4096: (
+        _split(32, 1024, 4), _walk(256, 2048, 4), _walk(1024, 1024, 4), _walk(ANY, 512, 2),
     ),
-    8192: Cut(128, _split(2048, 4), _walk(512, 4)),
-    16384: Cut(256, _split(4096, 4), _walk(2048, 4)),
+    8192: (_split(64, 1024, 4), _walk(256, 2048, 4), _walk(ANY, 1024, 4)),
+    16384: (_split(64, 4096, 4), _walk(512, 2048, 4), _walk(ANY, 1024, 4)),
+    32768: (_walk(512, 2048, 4), _walk(ANY, 1024, 4)),
+}  # fmt: skip
+"""Compacted. Narrower rows are one tile; wider ones are cut as those of 32768."""
+
+COMPACT_WIDE = {
+    512: (_tile(ANY, 512, 4),),
+    1024: (_tile(ANY, 1024, 4),),
+    2048: (_tile(256, 2048, 4), _walk(ANY, 1024, 4)),
+    4096: (_split(32, 1024, 4), _walk(ANY, 1024, 4)),
+    8192: (_split(64, 1024, 4), _walk(ANY, 1024, 4)),
+    16384: (_walk(ANY, 1024, 4),),
 }
-"""Compacted. Narrower rows are one tile; wider ones are cut as those of 16384."""
+"""The same with int64 tokens, table or slots: walking 2048 columns, a thread has not registers
+enough for 16 entries and the tokens of the next tile."""
 
 
-def shapes(spec: RemapSpec) -> Cut:
-    """The shapes of a configuration, by the operation and the width class."""
+def steps(spec: RemapSpec) -> tuple[Step, ...]:
+    """The shapes of a configuration by the number of rows, from few to any."""
     width = max(spec.topk, 32)
     if spec.compact:
-        if width < 512:
-            return _always(_tile(width, _warps(width)))
-        # A thread of a tile of 4096 has 32 entries: as 64-bit numbers, too many for its registers.
-        small = spec.workspace or torch.int64 in (
-            spec.token_dtype,
-            spec.table_dtype,
-            spec.slot_dtype,
-        )
-        return COMPACT[min(width, 8192 if small else 16384)]
+        wide = torch.int64 in (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
+        table = COMPACT_WIDE if wide else COMPACT
+        return table[min(width, max(table))] if width >= 512 else _narrow(width, _warps(width))
     if spec.counts:
         tile = min(width, 4096)
         plan = "tile" if width <= tile else "walk"
-        return _always(Shapes(Shape(plan, tile, tile, _warps(tile))))
-    if width <= 512:
-        return _always(Shapes(Shape("split", width, width, _warps(2 * width))))
-    return PLAIN.get(width, PLAIN[1024])
+        return (Step(ANY, Shape(plan, tile, tile, _warps(tile))),)
+    return PLAIN[min(width, max(PLAIN))] if width > 512 else _narrow(width, _warps(2 * width))
+
+
+def _narrow(width: int, warps: int) -> tuple[Step, ...]:
+    return (_tile(ANY, width, warps),)
 
 
 def _warps(tile: int) -> int:
@@ -167,20 +171,25 @@ class Variant:
 
 def _variant(
     function: Any,
-    pointers: dict[str, str | None],
+    kinds: dict[str, str | None],
     constants: dict[str, object],
     divisible: tuple[str, ...],
     warps: int,
 ) -> Variant:
-    """Parameters that are neither pointers nor constants are 64-bit integers."""
+    """A parameter without a kind is a 64-bit integer; one whose kind is None is absent."""
     signature = {}
     for name in function.arg_names:
-        kind = pointers.get(name, "i64")
+        kind = kinds.get(name, "i64")
         signature[name] = "constexpr" if name in constants or kind is None else kind
-    absent = {name: None for name, kind in pointers.items() if kind is None}
+    absent = {name: None for name, kind in kinds.items() if kind is None}
     return Variant(function, signature, {**constants, **absent}, divisible, warps)
 
 
+SMALL_TENSORS = (
+    "counts", "lengths", "req_id", "request_rows", "token_limits", "ws_request_ids", "ws_starts",
+)  # fmt: skip
+NARROW_NUMBERS = ("topk", "pieces", "pieces_shift", "wide", "rank", "block_stride_rows")
+"""Parameters of `remap` that 32 bits hold."""
 ALIGNED = ("tokens", "slots", "token_row_stride", "slot_row_stride", "topk")
 """The parameters of `remap` that must be multiples of 16 for loads and stores of whole vectors."""
 
@@ -195,15 +204,31 @@ def vectors(spec: RemapSpec) -> bool:
 
 
 def remap_variants(spec: RemapSpec) -> tuple[Variant, ...]:
-    """Every kernel of a configuration: for few rows, then for many (unless they are the same),
-    each for any strides, for dense rows, and for dense rows of an even width.
+    """Every kernel of a configuration, once: in the order of `cuts`."""
+    return tuple(remap_variant(spec, dense=dense, shape=shape) for dense, shape in cuts(spec))
+
+
+def cuts(spec: RemapSpec) -> tuple[tuple[bool, Shape], ...]:
+    """Dense or not, and the shape, of every kernel of a configuration.
+
+    First the one for any strides, which is not worth one for each step.
     """
-    return tuple(
-        remap_variant(spec, dense=dense, shape=shape)
-        for size in dict.fromkeys(shapes(spec)[1:])
-        for dense, shape in ((False, size.general), (True, size.general), (True, size.even))
-        if shape is not None
-    )
+    found = {(False, steps(spec)[-1].general): None}
+    for step in steps(spec):
+        for shape in (step.general, step.even):
+            if shape is not None:
+                found[True, shape] = None
+    return tuple(found)
+
+
+def inverse(pieces: int) -> tuple[int, int]:
+    """`(m, s)` such that `n // pieces == n * m >> s` for every n of 31 bits, in 64-bit arithmetic.
+
+    T. Granlund, P. L. Montgomery: Division by invariant integers using multiplication, 1994,
+    theorem 4.2: with l = ceil(log2(pieces)), m = 2**(31 + l) // pieces + 1 does; it has 33 bits.
+    """
+    shift = 31 + (pieces - 1).bit_length()
+    return (1 << shift) // pieces + 1, shift
 
 
 def remap_variant(spec: RemapSpec, *, dense: bool, shape: Shape) -> Variant:
@@ -216,24 +241,32 @@ def remap_variant(spec: RemapSpec, *, dense: bool, shape: Shape) -> Variant:
         shape: how a row is cut.
     """
     words = POINTER[torch.int32]
+    absent = {
+        name: None
+        for is_there, names in (
+            (spec.counts, "counts count_stride"),
+            (spec.safe_lengths, "lengths length_stride"),
+            (spec.req_id, "req_id req_stride"),
+            (spec.request_rows, "request_rows map_stride map_size"),
+            (spec.token_limits, "token_limits limit_stride"),
+            (spec.workspace, "ws_request_ids ws_starts ws_stride start_stride ws_size"),
+            (spec.workspace, "rank_stride last_ws_row"),
+            (spec.dcp_size > 1, "rank"),
+            (not dense, "token_stride table_stride"),
+            (shape.plan == "split", "pieces pieces_inverse pieces_shift"),
+        )
+        if not is_there
+        for name in names.split()
+    }
     return _variant(
         kernels.remap,
         {
             "tokens": POINTER[spec.token_dtype],
             "table": POINTER[spec.table_dtype],
             "slots": POINTER[spec.slot_dtype],
-            "counts": words if spec.counts else None,
-            "lengths": words if spec.safe_lengths else None,
-            "req_id": words if spec.req_id else None,
-            "request_rows": words if spec.request_rows else None,
-            "token_limits": words if spec.token_limits else None,
-            "ws_request_ids": words if spec.workspace else None,
-            "ws_starts": words if spec.workspace else None,
-            "topk": "i32",
-            "pieces": "i32",
-            "wide": "i32",
-            "rank": "i32",
-            "block_stride_rows": "i32",
+            **dict.fromkeys(SMALL_TENSORS, words),
+            **dict.fromkeys(NARROW_NUMBERS, "i32"),
+            **absent,
         },
         {
             "BLOCK_SIZE": spec.block_size,
