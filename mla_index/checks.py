@@ -160,6 +160,8 @@ def remap_shapes(inputs: Inputs, outputs: Outputs) -> tuple[dict[str, Tensor], d
     """Refuse wrong shapes, devices and strides; the tensors that there are, read and written."""
     given = {name: t for name, t in zip(INPUT_NAMES, inputs, strict=True) if t is not None}
     written = {name: t for name, t in zip(OUTPUT_NAMES, outputs, strict=True) if t is not None}
+    for name, tensor in (*given.items(), *written.items()):
+        _strided(tensor, name)
     rows, topk = given["token_indices"].shape
     dimensions(given["block_table"], 2, "block_table", "[R, W]")
     for name in ("req_id", "token_limits", "workspace.request_ids"):
@@ -208,6 +210,9 @@ def safe_lengths_tensors(slots: Tensor, counts: Tensor, out: Tensor | None) -> N
 
 def safe_lengths_shapes(slots: Tensor, counts: Tensor, out: Tensor | None) -> dict[str, Tensor]:
     """Refuse wrong shapes, devices and strides; the tensors that are written."""
+    for name, tensor in (("slots", slots), ("counts", counts), ("out", out)):
+        if tensor is not None:
+            _strided(tensor, name)
     dimensions(slots, 2, "slots", "[T, K]")
     dimensions(counts, 1, "counts", "[T]")
     rows, topk = slots.shape

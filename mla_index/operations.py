@@ -259,7 +259,11 @@ def _remap(
         token_indices, block_table, req_id, request_rows, token_limits, ws_request_ids, ws_starts
     )  # fmt: skip
     outputs = (out, counts_out, lengths_out)
-    if not checks.remap_fits(inputs, outputs, rows, topk, device):
+    try:
+        fits = checks.remap_fits(inputs, outputs, rows, topk, device)
+    except RuntimeError:  # a tensor without strides: a closer look says which
+        fits = False
+    if not fits:
         checks.remap_tensors(inputs, outputs, in_place=not compact)
     slot_dtype = plan.slot_dtype
     if block_stride_rows is None:
@@ -293,11 +297,16 @@ def _remap(
             counts_out.zero_()
         return Remapped(out, counts_out, lengths_out)
 
-    (plan.launch or plan.resolve())(
-        req_id, block_table, token_indices, out, counts_out, lengths_out, request_rows,
-        token_limits, ws_request_ids, ws_starts, 0 if dcp is None else dcp.rank,
-        block_stride_rows, rank_stride, last_slot, last_ws_row, pad,
-    )  # fmt: skip
+    launch = plan.launch or plan.resolve()
+    try:
+        launch(
+            req_id, block_table, token_indices, out, counts_out, lengths_out, request_rows,
+            token_limits, ws_request_ids, ws_starts, 0 if dcp is None else dcp.rank,
+            block_stride_rows, rank_stride, last_slot, last_ws_row, pad,
+        )  # fmt: skip
+    except RuntimeError:
+        checks.remap_tensors(inputs, outputs, in_place=not compact)
+        raise
     return Remapped(out, counts_out, lengths_out)
 
 
@@ -414,7 +423,11 @@ def safe_lengths(
         plan = _plan_safe_lengths(slots, counts, out, backend)
         if key is not None:
             _plans[key] = plan
-    if not checks.safe_lengths_fit(slots, counts, out):
+    try:
+        fits = checks.safe_lengths_fit(slots, counts, out)
+    except RuntimeError:  # a tensor without strides: a closer look says which
+        fits = False
+    if not fits:
         checks.safe_lengths_tensors(slots, counts, out)
     if out is None:
         out = torch.empty(counts.shape, dtype=counts.dtype, device=slots.device)

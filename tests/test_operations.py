@@ -308,3 +308,49 @@ def test_tensors_without_strides_are_refused():
         mla_index.safe_lengths(tokens.to_sparse(), request)
     with pytest.raises(TypeError, match="kv_cache must be a strided tensor"):
         mla_index.flat_row_view(torch.zeros((2, 2, 2)).to_sparse(), 1)
+
+
+SPARSE = (
+    "req_id", "block_table", "token_indices", "request_rows", "token_limits", "out", "counts_out",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_tensors_without_strides_are_refused_by_a_plan_that_exists(name):
+    """Nothing of a layout is in a plan's key, and nothing is written."""
+
+    def made() -> dict[str, torch.Tensor]:
+        ones = torch.ones(2, dtype=torch.int32)
+        return {
+            "req_id": ones.clone(), "block_table": torch.ones((2, 3), dtype=torch.int32),
+            "token_indices": torch.ones((2, 4), dtype=torch.int32), "request_rows": ones.clone(),
+            "token_limits": 9 * ones, "out": torch.full((2, 4), 7, dtype=torch.int32),
+            "counts_out": 7 * ones,
+        }  # fmt: skip
+
+    mla_index.remap(**made(), block_size=4, compact=True)
+    wrong = made()
+    wrong[name] = wrong[name].to_sparse()
+    with pytest.raises(TypeError, match=f"^{name} must be a strided tensor"):
+        mla_index.remap(**wrong, block_size=4, compact=True)
+    for output in {"out", "counts_out"} - {name}:
+        assert torch.all(wrong[output] == 7)
+
+
+@pytest.mark.parametrize("name", ["out", "counts_out", "lengths_out"])
+def test_torch_refuses_what_inference_mode_froze_before_it_writes(name):
+    tokens = torch.zeros((2, 4), dtype=torch.int32)
+    with torch.inference_mode():
+        frozen = {
+            "out": torch.full((2, 4), 7, dtype=torch.int32),
+            "counts_out": torch.full((2,), 7, dtype=torch.int32),
+            "lengths_out": torch.full((2,), 7, dtype=torch.int32),
+        }
+    outputs = {key: frozen[key] if key == name else frozen[key].clone() for key in frozen}
+    call = {"block_size": 4, "compact": True, "backend": "torch", **outputs}
+    with pytest.raises(ValueError, match=f"^{name} was made in inference mode"):
+        mla_index.remap(None, tokens, tokens, **call)
+    assert all(torch.all(tensor == 7) for tensor in outputs.values())
+    with torch.inference_mode():
+        mla_index.remap(None, tokens, tokens, **call)
+    assert torch.all(outputs["counts_out"] == 4)

@@ -6,6 +6,7 @@ captured in a graph and traced by a compiler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -53,5 +54,29 @@ def build(op: str, spec: Spec, device: torch.device) -> Kernel:
     from mla_index.backends.torch import kernels
 
     if isinstance(spec, RemapSpec):
-        return Kernel(partial(kernels.remap, spec))
-    return Kernel(kernels.safe_lengths if op == "safe_lengths" else flat_row_view)
+        outputs = {"out": 3, "counts_out": 4, "lengths_out": 5}
+        return Kernel(_writing(outputs, partial(kernels.remap, spec)))
+    if op == "safe_lengths":
+        return Kernel(_writing({"slots": 0, "out": 2}, kernels.safe_lengths))
+    return Kernel(flat_row_view)
+
+
+def _writing(outputs: dict[str, int], kernel: Callable[..., None]) -> Callable[..., None]:
+    """The kernel, for which all outputs (by place) can be written, or none is.
+
+    Torch's operations refuse what was made in inference mode outside of it, but one by one; kernels
+    that write by address do not care.
+    """
+
+    def launch(*arguments: object) -> None:
+        if not torch.is_inference_mode_enabled():
+            for name, place in outputs.items():
+                tensor = arguments[place]
+                if isinstance(tensor, torch.Tensor) and tensor.is_inference():
+                    raise ValueError(
+                        f"{name} was made in inference mode, where alone torch lets it be written: "
+                        "call within torch.inference_mode(), or make it outside"
+                    )
+        kernel(*arguments)
+
+    return launch
