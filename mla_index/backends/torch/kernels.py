@@ -89,12 +89,20 @@ def _slots(
     gathered = None
     if ws_request_ids is not None and ws_starts is not None:
         start, known = _take(ws_starts, ws_request_ids)
-        gathered, valid_there = _workspace_slots(owner, local, start, rank_stride, last_ws_row)
+        first = start = start[:, None].long()
+        if owner is not None:  # on a CPU the sum of two dtypes would first convert a copy
+            first = owner.long()
+            torch.add(start, first, alpha=rank_stride, out=first)
+        del owner
+        gathered, valid_there = _workspace_slots(first, start, local, last_ws_row)
+        del first, start
         valid_there &= known[:, None]
         gathered = gathered.to(spec.slot_dtype)
+    else:
+        del owner
     block = floor_divide(local, spec.block_size)
     offset = _remainder(local, block, spec.block_size)
-    del owner, local
+    del local
     column, in_table = _within(block, block_table.shape[1])
     del block
     row, exists = table_rows(req_id, block_table, request_rows, token_indices.shape[0])
@@ -190,23 +198,17 @@ def _paged_slots(
 
 
 def _workspace_slots(
-    owner: Tensor | None, local: Tensor, start: Tensor, rank_stride: int, last_row: int
+    first: Tensor, start: Tensor, local: Tensor, last_row: int
 ) -> tuple[Tensor, Tensor]:
     """Rows of the gathered workspace, and which of them lie within `[0, last_row]`.
 
-    `owner * rank_stride` is not negative: adding it to the start has wrapped exactly if the sum is
-    below the start. `local` is not negative either: adding it to what did not wrap leaves the
-    right number, or a negative one where the right one is too large.
+    `first` is the start and what the owner adds to it, which is not negative: the sum has wrapped
+    exactly if it is below the start. `local` is not negative either: adding it to what did not wrap
+    leaves the right number, or a negative one where the right one is too large.
     """
-    start = start[:, None].long()
-    if owner is None:
-        slot = start + local
-        valid = slot >= 0
-    else:
-        slot = start.add(owner, alpha=rank_stride)
-        valid = slot >= start
-        slot += local
-        valid &= slot >= 0
+    valid = first >= start
+    slot = first + local if first is start else first.add_(local)
+    valid = valid & (slot >= 0)
     valid &= slot <= last_row
     return slot, valid
 

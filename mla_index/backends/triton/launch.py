@@ -85,6 +85,8 @@ class Launcher:
         driver = triton.runtime.driver.active
         self.current_stream = driver.get_current_stream
         self.current_device = driver.get_current_device
+        if device.type == "cuda":  # without asking first whether CUDA is initialised
+            self.current_device = getattr(torch._C, "_cuda_getDevice", self.current_device)
 
     def warm(self) -> int:
         """Compile every variant; returns how many there are."""
