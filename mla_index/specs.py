@@ -148,14 +148,15 @@ class PrefillWorkspace:
     num_rows: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("request_ids", "starts"):
-            value = getattr(self, name)
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"workspace.{name} must be a torch.Tensor, got {type(value).__name__}"
-                )
-        stride = integer(self.rank_stride, "workspace.rank_stride")
-        object.__setattr__(self, "rank_stride", stride)
+        # An engine may make one a call.
+        if not (isinstance(self.request_ids, Tensor) and isinstance(self.starts, Tensor)):
+            name = "starts" if isinstance(self.request_ids, Tensor) else "request_ids"
+            kind = type(getattr(self, name)).__name__
+            raise TypeError(f"workspace.{name} must be a torch.Tensor, got {kind}")
+        stride = self.rank_stride
+        if type(stride) is not int:
+            stride = integer(stride, "workspace.rank_stride")
+            object.__setattr__(self, "rank_stride", stride)
         if stride < 0:
             raise ValueError(f"workspace.rank_stride must be at least 0, got {stride}")
         if self.num_rows is not None:

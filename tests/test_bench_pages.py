@@ -1,9 +1,10 @@
 """Targets answered from records, and pages that say what the records say."""
 
 import pytest
-from conftest import PROJECT
+from conftest import PROJECT, needed
 
 from mla_index.bench import asked, pages
+from mla_index.bench.plot import origin
 from mla_index.bench.record import Row
 
 UNIFORM = {"workload": "uniform", "topk": 2048, "dcp": 1, "valid": 0.9, "dtype": "int32"}
@@ -265,3 +266,10 @@ def test_the_readme_has_a_record_to_show():
     if "bench cuda" not in RECORDS:
         pytest.skip("there is no benchmarks/results/bench-*.json of a GPU yet")
     assert ("README.md", "speed") in SECTIONS
+
+
+@pytest.mark.parametrize("name", pages.pictures(RECORDS))
+def test_the_pictures_are_of_the_records(name):
+    image = needed("PIL.Image")
+    with image.open(PROJECT / name) as picture:
+        assert picture.info["Source"] == origin(pages.pictures(RECORDS)[name])

@@ -7,7 +7,7 @@
 
 Records are `benchmarks/results/bench-*.json` (from `mla-index bench --json FILE`) and
 `benchmarks/results/compare-*.json` (the comparison with vLLM). Of several on one type of device the
-latest counts.
+latest counts. It also draws `docs/images/times-*.png`, for which it needs matplotlib.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from mla_index.bench.asked import Answer, Point, answers, vllm_in
 from mla_index.bench.contenders import COPY
+from mla_index.bench.plot import plot
 from mla_index.bench.record import Row, Table, read, rows_of
 
 Record = Mapping[str, Any]
@@ -59,6 +60,19 @@ def sections(found: Mapping[str, Record]) -> dict[tuple[str, str], str]:
     for kind in ("cuda", "cpu"):
         made["docs/performance.md", f"times-{kind}"] = times(found.get(f"bench {kind}"))
     return made
+
+
+def pictures(found: Mapping[str, Record]) -> dict[str, Record]:
+    """By file, the record that `plot` draws there; `times` shows it."""
+    return {
+        _picture(about.removeprefix("bench ")): record
+        for about, record in found.items()
+        if about.startswith("bench ")
+    }
+
+
+def _picture(kind: str) -> str:
+    return f"docs/images/times-{kind}.png"
 
 
 def replace_section(text: str, marker: str, content: str) -> str:
@@ -132,6 +146,8 @@ def times(record: Record | None) -> str:
     table = Table(rows_of(record))
     metric = "gpu_us" if any(table.find("gpu_us")) else "cpu_us"
     parts = [f"{_where(record)}. Record: `benchmarks/results/{record['file']}`."]
+    picture = _picture(record["device"]["type"]).removeprefix("docs/")
+    parts += ["", f"![Time against the number of rows, and the host's cost]({picture})"]
     for workload, topk in dict.fromkeys((r.workload, r.topk) for r in table.find(metric)):
         rows = [r for r in table.find(metric) if (r.workload, r.topk) == (workload, topk)]
         counts = sorted({row.rows for row in rows})
@@ -237,14 +253,18 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def main() -> None:
-    """Write every section into the files of the checkout in the current folder."""
-    for (name, marker), content in sections(records(Path("benchmarks/results"))).items():
+    """Write every section and picture into the files of the checkout in the current folder."""
+    found = records(Path("benchmarks/results"))
+    for (name, marker), content in sections(found).items():
         path = Path(name)
         try:
             text = replace_section(path.read_text(encoding="utf-8"), marker, content)
         except (OSError, ValueError) as error:
             sys.exit(f"error: {name}: {error}")
         path.write_text(text, encoding="utf-8")
+    for name, record in pictures(found).items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        plot(record, Path(name))
 
 
 if __name__ == "__main__":

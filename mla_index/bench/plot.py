@@ -62,13 +62,17 @@ def plot(record: Mapping[str, Any], path: Path | BinaryIO) -> None:
     device = record["device"]
     name = device.get("name") or device["host"]
     figure.suptitle(f"mla_index on {name}, {record['date'][:10]}")
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, format="png", dpi=110, metadata={"Source": origin(record)})
+
+
+def origin(record: Mapping[str, Any]) -> str:
+    """What a picture tells of its record, so that one can be held against the other."""
+    return f"{record['date']} {record['source_hash']}"
 
 
 def main_topk(table: Table, metric: str) -> int:
-    """The K of the most measurements."""
-    found = [row.topk for row in table.find(metric)]
-    return max(set(found), key=lambda topk: (found.count(topk), -topk), default=0)
+    """The K that was measured first: the one that who measured cares most for."""
+    return next((row.topk for row in table.find(metric)), 0)
 
 
 def _time(axis: Axes, table: Table, metric: str, operation: str, title: str, topk: int) -> None:
