@@ -173,7 +173,11 @@ def remap(
             )  # fmt: skip
         elif fresh.counts is not None:
             fresh.counts.zero_()
-        return Remapped._make(map(_into, given, fresh))
+        return Remapped(
+            _written(out, fresh.slots),
+            None if fresh.counts is None else _written(counts_out, fresh.counts),
+            None if fresh.lengths is None else _written(lengths_out, fresh.lengths),
+        )
     results = _allocate(spec, token_indices, *given)
     getattr(torch.ops.mla_index, op)(
         req_id, block_table, token_indices, *results, request_rows, token_limits, ws_request_ids,
@@ -209,7 +213,20 @@ def flat_row_view(kv_cache: Tensor, block_size: int, backend: Names) -> FlatRows
     fault = _fault(selector.names(backend))
     if fault is not None:
         raise UnknownBackend(fault)
-    return views.flat_row_view(kv_cache, block_size)
+    if _INDUCTOR_KEEPS_OFFSETS:
+        return views.flat_row_view(kv_cache, block_size)
+    return _flat_row_view_eagerly(kv_cache, block_size)  # type: ignore[no-any-return]
+
+
+_INDUCTOR_KEEPS_OFFSETS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Seen on 2.11 and 2.12: `as_strided` of a slice made in the same graph reads from the beginning of
+what was sliced. A break of the graph gives the right rows, or with `fullgraph` an error."""
+
+_flat_row_view_eagerly = torch.compiler.disable(  # type: ignore[no-untyped-call]
+    views.flat_row_view,
+    reason="before torch 2.13 inductor may lose the offset of a flat row view: make it outside of "
+    "the compiled code",
+)
 
 
 def _stays_torch(op: str, device: torch.device, backend: Names) -> bool:
@@ -259,9 +276,9 @@ def _allocate(
     return Remapped(out, counts, lengths)
 
 
-def _into(given: Tensor | None, fresh: Tensor | None) -> Tensor | None:
-    """The result in the tensor that was given for it, if one was."""
-    return fresh if given is None or fresh is None else given.copy_(fresh)
+def _written(given: Tensor | None, fresh: Tensor) -> Tensor:
+    """The result, in the tensor that was given for it, if one was."""
+    return fresh if given is None else given.copy_(fresh)
 
 
 def _refuse_same(

@@ -23,6 +23,7 @@ from mla_index.specs import INT32_MAX
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),  # 2.11 warms up so
 ]
 
 SIZES = [(5, 7), (9, 11), (6, 11), (17, 8), (64, 30), (33, 5)]  # T, W: both change at once first
@@ -203,6 +204,13 @@ def test_empty_and_single(backend, rows, topk):
     same(run(*arguments), function(*arguments))
 
 
+traces_views = pytest.mark.skipif(
+    not torch_library._INDUCTOR_KEEPS_OFFSETS,
+    reason="flat_row_view breaks the graph before torch 2.13, see docs/compile.md",
+)
+
+
+@traces_views
 def test_flat_row_view_is_a_view_of_any_number_of_blocks():
     def function(cache):
         view = mla_index.flat_row_view(cache[1:], 4)
@@ -220,6 +228,7 @@ def test_flat_row_view_is_a_view_of_any_number_of_blocks():
     assert counter.frame_count <= 2
 
 
+@traces_views
 @needs_compiler
 def test_inductor_keeps_the_offset_of_a_view():
     def function(cache):
@@ -228,6 +237,22 @@ def test_inductor_keeps_the_offset_of_a_view():
     run, _ = compiled(function, "inductor", dynamic=True)
     for cache in (torch.randn(5, 6, 16), torch.randn(9, 8, 16)[2:, 1:7]):
         assert torch.equal(run(cache), function(cache))
+
+
+@needs_compiler
+def test_a_compiler_that_loses_the_offset_is_kept_from_the_view(monkeypatch):
+    monkeypatch.setattr(torch_library, "_INDUCTOR_KEEPS_OFFSETS", False)
+
+    def function(cache):
+        return mla_index.flat_row_view(cache[1:, 1:5], 4).rows * 2
+
+    run = torch.compile(function)
+    for cache in (torch.randn(5, 6, 16), torch.randn(9, 8, 16)[2:, 1:7]):
+        assert torch.equal(run(cache), function(cache))
+    torch.compiler.reset()  # the same code, which has its graphs already
+    whole = torch.compile(function, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="lose the offset of a flat row view"):
+        whole(torch.randn(5, 6, 16))
 
 
 # --- which backend --------------------------------------------------------------------------------
