@@ -449,6 +449,29 @@ def test_a_request_beyond_the_mapping_has_no_slots():
     assert call([[0]], req=[1], idx_mapping=int32([0]), **COUNTED) == ([[-1]], [0])
 
 
+def test_a_workspace_is_kept_for_the_layers_of_a_step_and_never_longer():
+    """The same tensors again, of which something has changed: contents, memory, rows, stride."""
+    ids, starts = int32([0, 0, -1]), int32([50])
+
+    def slots(rows, **changed):
+        keywords = {
+            "HAS_PREFILL_WORKSPACE": True, "prefill_workspace_request_ids": ids,
+            "prefill_workspace_starts": starts, "prefill_workspace_rank_stride": 1000, **changed,
+        }  # fmt: skip
+        return [row[0] for row in call([[3]] * rows, **keywords)]
+
+    ((paged,),) = call([[3]])
+    assert slots(2) == slots(2) == [53, 53]
+    assert slots(3) == [53, 53, paged]
+    starts.fill_(70)
+    assert slots(2) == [73, 73]
+    ids.set_(int32([-1, 0, 0]))
+    assert slots(2) == [paged, 73]
+    assert slots(2, dcp_size=2, dcp_rank=0) == slots(2, dcp_size=2, dcp_rank=0)
+    with pytest.raises(AssertionError, match="prefill_workspace_rank_stride must be an integer"):
+        slots(2, prefill_workspace_rank_stride=True)
+
+
 def test_a_negative_workspace_start_gives_no_negative_slot():
     got = call(
         [[0, 7]], HAS_PREFILL_WORKSPACE=True, prefill_workspace_request_ids=int32([0]),

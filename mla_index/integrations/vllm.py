@@ -13,7 +13,7 @@ what vLLM refuses and they take: index tensors of another dtype, outputs that ar
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 
@@ -272,7 +272,49 @@ _dcp = lru_cache(maxsize=256, typed=True)(Dcp)
 """A description is checked when it is made, which costs more than the rest of a call."""
 
 
+class _Made(NamedTuple):
+    """A workspace and what it was made of."""
+
+    request_ids: torch.Tensor
+    starts: torch.Tensor
+    numbers: tuple[object, ...]
+    workspace: PrefillWorkspace
+
+
+_latest: _Made | None = None
+"""The last one: every layer of a step passes the same tensors."""
+
+
 def _workspace(
+    request_ids: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    rank_stride: int | None,
+    num_tokens: int,
+) -> PrefillWorkspace:
+    if torch.compiler.is_dynamo_compiling():  # there are no addresses, and nothing may be kept
+        return _made_workspace(request_ids, starts, rank_stride, num_tokens)
+    global _latest
+    kept = _latest
+    if (
+        kept is not None
+        and kept.request_ids is request_ids
+        and kept.starts is starts
+        and kept.numbers == _numbers(kept.request_ids, rank_stride, num_tokens)
+    ):
+        return kept.workspace
+    workspace = _made_workspace(request_ids, starts, rank_stride, num_tokens)
+    if request_ids is not None and starts is not None:
+        numbers = _numbers(request_ids, rank_stride, num_tokens)
+        _latest = _Made(request_ids, starts, numbers, workspace)
+    return workspace
+
+
+def _numbers(request_ids: torch.Tensor, rank_stride: object, rows: int) -> tuple[object, ...]:
+    """What the same tensors may come with: also other memory, given to them in place."""
+    return type(rank_stride), rank_stride, rows, request_ids.data_ptr(), request_ids.shape
+
+
+def _made_workspace(
     request_ids: torch.Tensor | None,
     starts: torch.Tensor | None,
     rank_stride: int | None,
