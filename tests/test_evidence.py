@@ -26,14 +26,10 @@ def test_page_and_records_agree():
     )
 
 
-def test_the_production_backend_has_passed_on_a_card():
-    """Every built-in backend should; the page names those that have no whole record yet."""
+def test_every_built_in_backend_has_passed_on_a_card():
     passed = evidence.passed_on_a_card(RECORDS)
     assert set(passed) == set(registry.BUILT_IN)
-    assert passed["triton"]
-    shown = (PROJECT / "docs" / "evidence.md").read_text(encoding="utf-8")
-    for name, files in passed.items():
-        assert f"| {name} | {'**not recorded yet**' if not files else '`'}" in shown
+    assert all(passed.values()), passed
 
 
 @pytest.mark.parametrize("name", RECORDS)
