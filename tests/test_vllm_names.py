@@ -472,6 +472,32 @@ def test_a_workspace_is_kept_for_the_layers_of_a_step_and_never_longer():
         slots(2, prefill_workspace_rank_stride=True)
 
 
+class Gathers(torch.nn.Module):
+    """A call with a workspace, as a compiler sees it."""
+
+    def forward(self, req_id, table, tokens, ids, starts):
+        return triton_convert_req_index_to_global_index(
+            req_id, table, tokens, NUM_TOPK_TOKENS=128, return_valid_counts=True,
+            HAS_PREFILL_WORKSPACE=True, prefill_workspace_request_ids=ids,
+            prefill_workspace_starts=starts,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not-strict"])
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")
+def test_a_workspace_can_be_exported(strict):
+    """And nothing that was traced is kept for the eager call after it."""
+    tokens = torch.arange(256, dtype=I32).view(2, 128)
+    arguments = (int32([0, 1]), int32([[5, 6], [8, 9]]), tokens, int32([0, -1]), int32([400]))
+    slots, counts = Gathers()(*arguments)
+    program = torch.export.export(Gathers(), arguments, strict=strict)
+    exported = program.module()(*arguments)
+    assert torch.equal(exported[0], slots)
+    assert torch.equal(exported[1], counts)
+    again = Gathers()(*arguments)
+    assert torch.equal(again[0], slots)
+
+
 def test_a_negative_workspace_start_gives_no_negative_slot():
     got = call(
         [[0, 7]], HAS_PREFILL_WORKSPACE=True, prefill_workspace_request_ids=int32([0]),

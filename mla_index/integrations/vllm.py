@@ -282,7 +282,7 @@ class _Made(NamedTuple):
 
 
 _latest: _Made | None = None
-"""The last one: every layer of a step passes the same tensors."""
+"""The last one, kept for a caller that passes the same tensors in every layer of a step."""
 
 
 def _workspace(
@@ -291,19 +291,17 @@ def _workspace(
     rank_stride: int | None,
     num_tokens: int,
 ) -> PrefillWorkspace:
-    if torch.compiler.is_dynamo_compiling():  # there are no addresses, and nothing may be kept
-        return _made_workspace(request_ids, starts, rank_stride, num_tokens)
     global _latest
+    if type(request_ids) is not torch.Tensor or torch.compiler.is_compiling():
+        # What is traced has no address, and must not be kept.
+        return _made_workspace(request_ids, starts, rank_stride, num_tokens)
     kept = _latest
-    if (
-        kept is not None
-        and kept.request_ids is request_ids
-        and kept.starts is starts
-        and kept.numbers == _numbers(kept.request_ids, rank_stride, num_tokens)
-    ):
-        return kept.workspace
+    if kept is not None and kept.request_ids is request_ids and kept.starts is starts:
+        numbers = _numbers(request_ids, rank_stride, num_tokens)
+        if kept.numbers == numbers:
+            return kept.workspace
     workspace = _made_workspace(request_ids, starts, rank_stride, num_tokens)
-    if request_ids is not None and starts is not None:
+    if starts is not None:
         numbers = _numbers(request_ids, rank_stride, num_tokens)
         _latest = _Made(request_ids, starts, numbers, workspace)
     return workspace
@@ -311,7 +309,8 @@ def _workspace(
 
 def _numbers(request_ids: torch.Tensor, rank_stride: object, rows: int) -> tuple[object, ...]:
     """What the same tensors may come with: also other memory, given to them in place."""
-    return type(rank_stride), rank_stride, rows, request_ids.data_ptr(), request_ids.shape
+    memory = (request_ids.data_ptr(), request_ids.shape, request_ids.stride())
+    return type(rank_stride), rank_stride, rows, *memory
 
 
 def _made_workspace(
