@@ -242,9 +242,7 @@ def write(
             "vllm": state.version,
             "backend": state.backend,
             "seconds": round(seconds, 1),
-            "host_method": f"in {arguments.host_rounds} rounds; in each all ways to make a call in "
-            f"turn, in changing order, a loop of {arguments.host_calls} calls of each; median and "
-            "quartiles of the rounds",
+            **_host_method(state, arguments),
             "compiled": state.compiled,
             "left_out": state.left_out,
             "wrong": state.wrong,
@@ -253,6 +251,17 @@ def write(
         },
         arguments.json,
     )  # fmt: skip
+
+
+def _host_method(state: Comparison, arguments: argparse.Namespace) -> dict[str, str]:
+    """How the host was timed, if it was."""
+    if not any(record.Table(state.rows).find("host_us")):
+        return {}
+    method = (
+        f"in {arguments.host_rounds} rounds; in each all ways to make a call in turn, in changing "
+        f"order, a loop of {arguments.host_calls} calls of each; median and quartiles of the rounds"
+    )
+    return {"host_method": method}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 from conftest import PROJECT, needed
 
-from mla_index.bench import asked, pages
+from mla_index.bench import asked, pages, wording
 from mla_index.bench.plot import origin
 from mla_index.bench.record import Row
 
@@ -108,6 +108,21 @@ def host(operation, provider, value, **other):
     return Row("host_us", value, operation, provider, **{**UNIFORM, "rows": 32, **other})
 
 
+def test_the_host_is_compared_at_the_same_shape():
+    rows = [
+        host("remap_counts", "vllm 0.33.0", 50.0),
+        host("remap_counts", "vllm 0.33.0", 100.0, topk=4224),
+        host("remap_counts", "auto", 11.0),
+        host("remap_counts", "auto", 12.0, topk=4224),
+        host("remap_counts", "auto", 99.0, topk=512),  # vLLM was not timed there
+        host("dcp_filter", "vllm 0.33.0", 1.0, dcp=8),
+        host("dcp_filter", "auto", 9.0, dcp=8),  # not its convert
+    ]
+    found = answer("over vLLM's convert", record(*rows))
+    assert found.reached == (pytest.approx(0.22), "auto remap_counts at T = 32, K = 2048")
+    assert found.points == 2
+
+
 def test_vllms_names_are_compared_with_what_allocates_alike():
     rows = [
         host("dcp_filter", "vllm 0.33.0, outputs allocated", 80.0, dcp=8),
@@ -185,6 +200,26 @@ def test_the_summary_shows_measured_columns_alone():
     assert "costs the host 12.3 µs" in text
 
 
+def test_the_summary_tells_how_triton_does_beside_vllm():
+    compared = record(
+        gpu("remap", "vllm 0.33.0", 1, 1.0), gpu("remap", "triton", 1, 1.14),  # within 0.15 µs
+        gpu("remap", "vllm 0.33.0", 8, 100.0), gpu("remap", "triton", 8, 102.0),  # within 3 %
+        gpu("remap", "vllm 0.33.0", 9, 100.0), gpu("remap", "triton", 9, 104.0),
+        gpu("dcp_filter", "vllm 0.33.0", 2, 2.0, dcp=4),
+        gpu("dcp_filter", "triton", 2, 2.5, dcp=4),
+        gpu("remap", "vllm 0.33.0", 16, 5.0), gpu("remap", "triton", 32, 50.0),  # no pair
+    )  # fmt: skip
+    told = (
+        "Of 4 shapes timed beside vllm 0.33.0, Triton is slower at 2 by more than the larger of "
+        "3 % and 0.15 µs; its worst time is 1.25 × vLLM's "
+        "(triton dcp_filter, 4 ranks at T = 2, K = 2048)."
+    )
+    found = record(gpu("copy", "torch", 1, 1.3))
+    assert pages.summary(found, compared).splitlines()[-1] == told
+    assert "shapes" not in pages.summary(found, record())
+    assert "shapes" not in pages.summary(found)
+
+
 def test_the_tables_show_everything_and_what_was_left_out():
     found = record(
         gpu("copy", "torch", 1, 1.3), gpu("dcp_filter", "cupy", 4, 2.0, dcp=8, topk=512),
@@ -219,12 +254,50 @@ def test_the_host_beside_vllm_shows_how_and_each_width():
 def test_the_targets_are_a_table():
     rows = [gpu("copy", "torch", 2048, 10.0), gpu("remap", "triton", 2048, 12.0)]
     lines = pages.asked([record(*rows)]).splitlines()
-    assert len(lines) == 2 + len(asked.TARGETS)
+    assert lines[2 + len(asked.TARGETS) :] == [
+        "", "Shapes that were timed, by record:", "",
+        "- `bench-test.json`: uniform, K = 2048: T = 2048 alone",
+    ]  # fmt: skip
     assert lines[2] == (
         "| Triton, remap without counts, T ≥ 2048 | ≤ 1.15 | ≤ 1.08 | 1.2 × copy | "
         "triton remap at T = 2048, K = 2048 | **missed** | **missed** |"
     )
     assert "| not measured |" in lines[3]
+
+
+def test_which_shapes_were_measured_is_told_by_width():
+    rows = [gpu("remap", "triton", count, 1.0) for count in (1, 2, 4, 8)]
+    rows += [gpu("remap", "triton", 1, 1.0, topk=topk) for topk in (512, 4224)]
+    rows += [gpu("remap", "triton", count, 1.0, topk=128) for count in (1, 4, 8)]
+    rows += [gpu("remap", "triton", 8, 1.0, workload="trace prefill")]
+    assert wording.measured(rows) == (
+        "uniform, K = 2048: T = 1 to 8; K = 512, 4224: T = 1 alone; K = 128: T = 1, 4, 8; "
+        "trace prefill, K = 2048: T = 8 alone"
+    )
+
+
+def test_what_was_left_out_is_told_once_for_each_reason():
+    late = "the 9 seconds of the run were over"
+    lines = [f"uniform, T = {rows}, K = {topk}: {late}" for rows in (2, 8, 4) for topk in (7, 9)]
+    lines += [
+        "host, memory, kernels, K = 9: too large",
+        f"uniform, T = 1, K = 5: {late}",
+        "uniform, T = 8, K = 3: T * K is 24, and at most 20 is measured on cpu",
+        "uniform, T = 16, K = 3: T * K is 48, and at most 20 is measured on cpu",
+        "uniform, T = 1, K = 9: remap on cupy: over",
+        "uniform, T = 1, K = 9: remap on numba: over",
+        "trace decode, T = 4, K = 9: over",
+    ]
+    assert wording.left_out(lines, {1, 2}) == [
+        f"uniform, K = 7, 9: T = 2 to 8; K = 5: T = 1: {late}",
+        "uniform, K = 3: T = 8, 16: T * K is above 20, the most that is measured on cpu",
+        "uniform, K = 9: T = 1: remap on cupy, remap on numba: over",
+        "trace decode, K = 9: T = 4: over",
+        "host, memory, kernels, K = 9: too large",
+    ]
+    # A T between that was measured breaks a run.
+    lines = [f"uniform, T = {rows}, K = 7: {late}" for rows in (1, 2, 4, 16, 32, 64)]
+    assert wording.left_out(lines, {8}) == [f"uniform, K = 7: T = 1 to 4, 16 to 64: {late}"]
 
 
 def test_a_section_is_replaced_between_its_marks():

@@ -169,7 +169,7 @@ def test_host_time_is_that_of_a_call():
         for number in range(2000):
             total += number
 
-    one = measure.host_time(call, torch.device("cpu"), number=20)
+    one = measure.host_time(call, torch.device("cpu"), number=20, rounds=3)
     assert 5 < one.median < 100_000
     assert one.low <= one.median <= one.high
 
@@ -194,6 +194,15 @@ def test_contenders_on_the_host_are_called_in_turn_in_changing_order(monkeypatch
     assert rounds == ["abc", "cba", "bca", "acb", "cab", "bac"]
     assert [sample.median for sample in found] == [pytest.approx(9.5)] * 3
     assert (found[0].low, found[0].high) == (pytest.approx(6.75), pytest.approx(13.0))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5])
+def test_on_the_host_each_contender_stands_at_every_place_equally_often(count):
+    turns = [measure._order(count, turn) for turn in range(2 * count)]
+    for place in zip(*turns, strict=True):
+        assert sorted(place) == sorted([*range(count)] * 2)
+    for forwards, backwards in zip(turns[::2], turns[1::2], strict=True):
+        assert forwards == backwards[::-1]
 
 
 def test_launches_are_told_apart_by_the_marker():

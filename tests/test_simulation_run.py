@@ -217,6 +217,7 @@ def requests_of(*lengths):
         ),
         ({}, [500_000] * 64, "requests must be lower than 64: "),
         ({}, [10**8], "the trace must have shorter prompts: "),
+        ({"heads": 1}, [10**6] * 2, "requests must be lower than 2: "),
     ],
     ids=str,
 )
@@ -230,6 +231,21 @@ def test_what_the_machine_cannot_hold_is_refused_and_the_parameter_named(
         refuse_too_large(Config(**more), requests, [plan], torch.device("cpu"))
     assert message in str(error.value)
     assert str(error.value).endswith(", and cpu has 4.00 GB free")
+
+
+@pytest.mark.parametrize(
+    ("part", "more", "count", "remedy"),
+    [
+        ("the indexer's scores", {}, 9, "the trace must have shorter prompts"),
+        ("the queries", {}, 1, "heads must be lower than 16"),
+        ("the queries", {"heads": 4}, 9, "heads must be lower than 4"),
+        ("the queries", {"heads": 1}, 9, "requests must be lower than 9"),
+        ("the queries", {"heads": 1}, 1, "the trace must have shorter prompts"),
+        ("the results of attention", {"heads": 1, "dcp": 2}, 1, "dcp must be lower than 2"),
+    ],
+)
+def test_only_what_can_be_lower_is_to_be_lower(part, more, count, remedy):
+    assert memory._remedy(Config(**more), count, part) == remedy
 
 
 def test_it_is_refused_before_anything_is_made(monkeypatch):

@@ -26,6 +26,7 @@ from mla_index.integrations import vllm as ours
 from mla_index.integrations import vllm_forms, vllm_plugin
 
 sys.path.insert(0, str(PROJECT / "benchmarks"))
+compare_vllm = importlib.import_module("compare_vllm")
 vllm_equality = importlib.import_module("vllm_equality")
 vllm_source = importlib.import_module("vllm_source")
 vllm_timing = importlib.import_module("vllm_timing")
@@ -338,6 +339,17 @@ def test_like_is_timed_beside_like():
     read = record.rows_of({"rows": [row.as_dict() for row in state.rows]})
     points = list(asked.names_over_native(record.Table(read)))
     assert len(points) == 3 * 2 + len(ALLOCATE_ALWAYS) + len(LAUNCH_NOTHING)
+
+
+def test_how_the_host_was_timed_is_recorded_where_it_was(tmp_path):
+    file = tmp_path / "record.json"
+    timed = on_the_host(SimpleNamespace(**vllm_forms.FUNCTIONS))
+    late = on_the_host(SimpleNamespace(**vllm_forms.FUNCTIONS), seconds=-1)
+    arguments = compare_vllm.parse(["--json", str(file), "--host-rounds", "3"])
+    compare_vllm.write(timed, {}, 1.0, arguments)
+    assert record.read(file)["host_method"].startswith("in 3 rounds; ")
+    compare_vllm.write(late, {}, 1.0, arguments)
+    assert "host_method" not in record.read(file)
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,33 @@ def slower_than_vllm(provider: str) -> Measure:
 
     def measure(table: Table) -> Iterator[Point]:
         for row, value in _pairs(table, provider, vllm_in(table), "gpu_us"):
-            allowed = max(SLACK_SHARE * value, SLACK_US)
-            yield Point((row.value - value) / allowed, _where(row))
+            yield Point(_over_slack(row.value, value), _where(row))
 
     return measure
+
+
+def _over_slack(mine: float, theirs: float) -> float:
+    return (mine - theirs) / max(SLACK_SHARE * theirs, SLACK_US)
+
+
+class VllmTally(NamedTuple):
+    """Of the shapes at which both were timed on the device: how many, and who is slower where."""
+
+    shapes: int
+    slower: int
+    """Of these, by more than the slack."""
+    worst: Point
+    """The largest ratio to vLLM's time."""
+
+
+def vllm_tally(table: Table, provider: str) -> VllmTally | None:
+    """How a provider does beside vLLM; None where no shape has both."""
+    pairs = list(_pairs(table, provider, vllm_in(table), "gpu_us"))
+    if not pairs:
+        return None
+    slower = sum(_over_slack(row.value, value) > 1 for row, value in pairs)
+    row, value = max(pairs, key=lambda pair: pair[0].value / pair[1])
+    return VllmTally(len(pairs), slower, Point(row.value / value, _where(row)))
 
 
 def against_vllm(provider: str) -> Measure:
@@ -159,10 +182,9 @@ def fused_over_counts(provider: str) -> Measure:
 
 def host_over_vllm(table: Table) -> Iterator[Point]:
     """Host time of `auto` over that of vLLM's convert, both with counts and outputs given."""
-    theirs = table.value("host_us", operation="remap_counts", provider=vllm_in(table))
-    for row in table.find("host_us", operation="remap_counts", provider="auto"):
-        if theirs:
-            yield Point(row.value / theirs, _where(row))
+    for row, value in _pairs(table, "auto", vllm_in(table), "host_us"):
+        if row.operation == "remap_counts":
+            yield Point(row.value / value, _where(row))
 
 
 def host_against_figure(table: Table) -> Iterator[Point]:

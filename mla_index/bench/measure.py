@@ -133,9 +133,9 @@ def graph_times(graphs: Sequence[Graph], rounds: int, late: Late) -> list[Sample
     return [summary(graph.samples) for graph in graphs]
 
 
-def host_time(call: Call, device: torch.device, *, number: int, repeats: int = 5) -> Sample:
+def host_time(call: Call, device: torch.device, *, number: int, rounds: int = 5) -> Sample:
     """Microseconds that a call keeps the host, in a loop without synchronisation."""
-    return host_times([call], device, number=number, rounds=repeats)[0]
+    return host_times([call], device, number=number, rounds=rounds)[0]
 
 
 def host_times(
@@ -164,7 +164,10 @@ def host_times(
 
 
 def _order(count: int, turn: int) -> list[int]:
-    """So many indices, beginning with another one each turn, every second turn backwards."""
+    """So many indices, forwards in one turn and backwards in the next; then rotated by one.
+
+    After twice as many turns each has stood at every place twice.
+    """
     start = turn // 2 % count
     indices = [*range(start, count), *range(start)]
     return indices[::-1] if turn % 2 else indices

@@ -18,7 +18,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_index.bench.asked import Answer, Point, answers, vllm_in
+from mla_index.bench import wording
+from mla_index.bench.asked import (
+    SLACK_SHARE,
+    SLACK_US,
+    Answer,
+    Point,
+    answers,
+    vllm_in,
+    vllm_tally,
+)
 from mla_index.bench.contenders import COPY
 from mla_index.bench.plot import plot
 from mla_index.bench.record import Row, Table, read, rows_of
@@ -112,22 +121,38 @@ def summary(record: Record, comparison: Record | None = None) -> str:
         f"{_where(record)}; K = {TOPK}, {_valid(table)}; by graph replay, median."
         + (f" A call of `remap` with counts costs the host {host:.1f} µs." if host else "")
     ]
+    if comparison is not None:
+        told += _beside(comparison)
     return "\n".join([*body, "", *told])
+
+
+def _beside(comparison: Record) -> Iterator[str]:
+    """How often Triton is slower than vLLM, and how much at worst."""
+    table = Table(rows_of(comparison))
+    found = vllm_tally(table, "triton")
+    if found is not None:
+        yield (
+            f"Of {found.shapes} shapes timed beside {vllm_in(table)}, Triton is slower at "
+            f"{found.slower} by more than the larger of {SLACK_SHARE * 100:.0f} % and "
+            f"{SLACK_US:g} µs; its worst time is {found.worst.value:.2f} × vLLM's "
+            f"({found.worst.where})."
+        )
 
 
 # --- the documentation ---------------------------------------------------------------------------
 
 
 def asked(found: Sequence[Record]) -> str:
-    """Every target with what was reached."""
+    """Every target with what was reached, and the shapes that this was reached over."""
     if not found:
         return "Not measured yet."
-    return "\n".join(
-        _table(
-            ["target", "ask", "stretch", "reached (worst)", "where", "ask", "stretch"],
-            (_answer(answer) for answer in answers(*found)),
-        )
+    body = _table(
+        ["target", "ask", "stretch", "reached (worst)", "where", "ask", "stretch"],
+        (_answer(answer) for answer in answers(*found)),
     )
+    timed = ((record["file"], _timed(Table(rows_of(record)))) for record in found)
+    told = [f"- `{name}`: {wording.measured(rows)}" for name, rows in timed if rows]
+    return "\n".join([*body, "", "Shapes that were timed, by record:", "", *told])
 
 
 def beside_vllm(record: Record | None) -> str:
@@ -144,23 +169,28 @@ def times(record: Record | None) -> str:
     if record is None:
         return "Not measured yet."
     table = Table(rows_of(record))
-    metric = "gpu_us" if any(table.find("gpu_us")) else "cpu_us"
+    timed = _timed(table)
     parts = [f"{_where(record)}. Record: `benchmarks/results/{record['file']}`."]
     picture = _picture(record["device"]["type"]).removeprefix("docs/")
     parts += ["", f"![Time against the number of rows, and the host's cost]({picture})"]
-    for workload, topk in dict.fromkeys((r.workload, r.topk) for r in table.find(metric)):
-        rows = [r for r in table.find(metric) if (r.workload, r.topk) == (workload, topk)]
+    for workload, topk in dict.fromkeys((row.workload, row.topk) for row in timed):
+        rows = [row for row in timed if (row.workload, row.topk) == (workload, topk)]
         counts = sorted({row.rows for row in rows})
-        heading = "µs on the device" if metric == "gpu_us" else "µs on the CPU"
+        heading = "µs on the device" if rows[0].metric == "gpu_us" else "µs on the CPU"
         parts += ["", f"**{workload}, K = {topk}**", ""]
         parts += _table([f"{heading}, T =", *map(str, counts)], _time_lines(rows, counts))
     parts += _host_lines(table)
-    left_out = record["left_out"]
+    left_out = wording.left_out(record["left_out"], {row.rows for row in timed})
     if left_out:
-        parts += ["", f"Left out ({len(left_out)}):", "", *(f"- {text}" for text in left_out)]
+        parts += ["", "Left out:", "", *(f"- {text}" for text in left_out)]
     if record["wrong"]:
         parts += ["", "**Wrong or failed:**", "", *(f"- {text}" for text in record["wrong"])]
     return "\n".join(parts)
+
+
+def _timed(table: Table) -> list[Row]:
+    """The times of the operations: on the device, or of a record without any, on the CPU."""
+    return list(table.find("gpu_us")) or list(table.find("cpu_us"))
 
 
 def _time_lines(rows: Sequence[Row], counts: Sequence[int]) -> Iterator[list[str]]:

@@ -133,14 +133,13 @@ def _refuse(config: Config, count: int, parts: Mapping[str, int], device: torch.
 
 
 def _remedy(config: Config, count: int, part: str) -> str:
-    """The parameter that makes a part large: the one furthest above its default."""
+    """What to lower for a part: the parameter furthest above its default, of those above 1."""
     defaults = {field.name: field.default for field in fields(config)}
-    given = {name: getattr(config, name) for name in CAUSES[part]}
-    if "requests" in given:
-        given["requests"] = count
-    name = max(given, key=lambda name: given[name] / defaults[name], default="requests")
-    if name == "requests" and (count == 1 or name not in given):
+    given = {name: getattr(config, name) for name in CAUSES[part]} | {"requests": count}
+    able = [name for name in CAUSES[part] if given[name] > 1]
+    if not able:
         return "the trace must have shorter prompts"
+    name = max(able, key=lambda name: given[name] / defaults[name])
     return f"{name} must be lower than {given[name]}"
 
 
