@@ -20,6 +20,11 @@ class Candidate:
     accepted: bool | None
     reason: str
 
+    @property
+    def verdict(self) -> str:
+        """`accepted` in words."""
+        return {True: "accepted", False: "rejected", None: "not tried"}[self.accepted]
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -54,14 +59,11 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        words = {True: "accepted", False: "rejected", None: "not tried"}
         width = max(len(row.name) for row in self.rows)
         lines = [f"{self.op} on {self.device}: {self.chosen or 'no backend'} (by {self.source})"]
         for row in self.rows:
             mark = "->" if row.name == self.chosen else "  "
-            lines.append(
-                f"{mark} {row.name:<{width}}  {words[row.accepted]:<9}  {row.reason}".rstrip()
-            )
+            lines.append(f"{mark} {row.name:<{width}}  {row.verdict:<9}  {row.reason}".rstrip())
         return "\n".join(lines)
 
 
@@ -86,6 +88,7 @@ def explain(
     Raises:
         ValueError, TypeError: an unknown operation, a spec of another operation.
         UnknownBackend: a name that no backend has.
+        NotWarm: a device would have to be tried inside a CUDA graph capture.
     """
     questions.check(op, spec)
     request, source = selector.requested(backend)

@@ -220,6 +220,8 @@ def test_explain_where_nothing_can_run_is_exit_code_3():
         (["remap", "--dtype", "int8"], "dtype must be one of int32, int64, got 'int8'"),
         (["remap", "--dcp", "0"], "Dcp.size must be at least 1"),
         (["remap", "--backend", "abacus"], "no backend is named 'abacus'"),
+        (["remap", "--backend", "torch,,cupy"], "--backend must be names with commas, and one"),
+        (["remap", "--backend", ""], "--backend must be names with commas, and one is empty"),
         (["remap", "--device", "hpu"], "--device hpu: torch.hpu is not installed"),
     ],
     ids=str,
@@ -455,7 +457,8 @@ def test_a_warning_is_a_line():
     done = program("explain", "remap", env=variables, stdout=subprocess.PIPE)
     assert done.returncode == 0
     assert done.stderr == (
-        "warning: unknown environment variable MLA_INDEX_BACKND; did you mean MLA_INDEX_BACKEND?\n"
+        "warning: unknown environment variable MLA_INDEX_BACKND; did you mean MLA_INDEX_BACKEND? "
+        "There are MLA_INDEX_BACKEND, MLA_INDEX_BLOCK, MLA_INDEX_VLLM\n"
     )
 
 

@@ -151,7 +151,12 @@ def test_required_ones_are_added(suite):
         (["--backend", "torch"], {"torch": BROKEN}, 1, ""),
         (["--backend", "torch", "--only", "x"], {"torch": BROKEN}, 1, ""),
         (["--backend", "torch", "--only", "x"], {"torch": NOTHING}, 2, "error: --only 'x' matches"),
-        (["--backend", "torch", "--only", "x ("], {"torch": REFUSED}, 2, "error: --only 'x (' is"),
+        (
+            ["--backend", "torch", "--only", "x ("],
+            {"torch": REFUSED},
+            2,
+            "error: pytest does not take --o",
+        ),
         (["--backend", "cupy"], {"cupy": ABSENT}, 3, "error: cupy had to run and did not\n"),
         (["--all", "--require", "cupy"], {"cupy": ABSENT}, 3, "error: cupy had to run"),
         (["--all", "--require", "cupy"], {"cupy": ABSENT, "torch": FAILED}, 1, ""),
@@ -173,6 +178,25 @@ def test_how_it_ends(suite, arguments, results, code, message):
     assert result.stderr.startswith(message)
     if not message:
         assert "failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "told"),
+    [
+        (["--only", "x ("], None, "--only 'x (' as an expression for its -k"),
+        (["--only", "x"], "-z", "--only 'x' as an expression for its -k or PYTEST_ADDOPTS='-z'"),
+        ([], "-z", "PYTEST_ADDOPTS='-z'"),
+    ],
+)
+def test_whatever_pytest_may_not_take_is_named(suite, monkeypatch, arguments, options, told):
+    if options is None:
+        monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    else:
+        monkeypatch.setenv("PYTEST_ADDOPTS", options)
+    suite.results["torch"] = BROKEN | {"exit_status": 4}
+    result = run("--backend", "torch", *arguments)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: pytest does not take {told}; what it says is above\n"
 
 
 def test_nothing_that_ran_is_no_success(suite):

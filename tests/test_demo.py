@@ -100,7 +100,7 @@ def test_a_broken_bound_is_exit_code_1(monkeypatch):
         (["--topk", 10**11], 2, "error: topk must be lower than 100000000000: the run would"),
         (["--device", "meta"], 2, "error: device must hold values to attend to, got meta"),
         (["--backend", "abacus"], 2, "error: no backend is named 'abacus'; there are triton"),
-        (["--backend", ","], 2, "error: backend must be"),
+        (["--backend", "torch,,cupy"], 2, "error: --backend must be names with commas, and one"),
         (["--device", "abacus"], 2, "error: --device abacus: "),
         (["--trace", "absent.jsonl"], 2, "error: cannot read the trace absent.jsonl: No such"),
         (["--backend", "cupy"], 3, "error: no backend for "),

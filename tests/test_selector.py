@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import inspect
 import logging
 import os
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -404,3 +406,14 @@ def test_the_seed_case_of_an_ignored_variable(monkeypatch):
     assert "cupy: " in str(caught.value)
     assert "MLA_INDEX_BACKEND" in str(caught.value)
     assert "Could run: torch" in str(caught.value)
+
+
+def test_explain_does_not_try_a_device_in_a_graph_capture(monkeypatch):
+    """As its documentation says; without a probe it answers."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(mla_index.NotWarm, match="inside a CUDA graph capture"):
+        mla_index.explain("remap", device="cuda:7", probe=True)
+    assert mla_index.explain("remap", device="cuda:7", probe=False).rows
+    assert "NotWarm: " in inspect.getdoc(mla_index.explain)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mla_index import installed
 from mla_index.conformance.source import source_hash
-from mla_index.version import __version__
 
 FORMAT = 1
 
@@ -35,10 +33,6 @@ METRICS = {
     "import_ms": "milliseconds of `import mla_index` in a process that has imported torch",
     "imported_kernel_packages": "kernel packages that this import brought along",
 }
-
-PACKAGES = (
-    "torch", "triton", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda", "numba", "numpy", "vllm"
-)  # fmt: skip
 
 
 class RecordError(ValueError):
@@ -93,19 +87,8 @@ def head(kind: str, device: torch.device) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "source_hash": source_hash(),
         "device": device_facts(device),
-        "versions": versions(),
+        "versions": installed.versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Versions of what plays a part, of what is installed."""
-    found = {"mla_index": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -121,7 +104,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "multiprocessors": properties.multi_processor_count,
-            "driver": _driver(),
+            "driver": installed.nvidia_driver(),
             "built_for": torch.version.hip or torch.version.cuda,
         }
     return facts
@@ -198,13 +181,3 @@ def _processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    lines = told.stdout.split()
-    return lines[0] if lines else None

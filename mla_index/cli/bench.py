@@ -124,8 +124,8 @@ def bench(
         raise exits.stop(f"--seconds must be at least 0, got {seconds}", exits.USAGE)
     with exits.errors_as_exits():
         plan = Plan(
-            operations=tuple(listed("--op", op)) or None,
-            backends=tuple(listed("--backend", backend)) or None,
+            operations=listed("--op", op) or None,
+            backends=listed("--backend", backend) or None,
             rows=_numbers("--rows", rows),
             topk=_numbers("--topk", topk),
             dcp=_numbers("--dcp", dcp),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ MOST_SHOWN = 5
 """Failures of a backend that are printed before the rest is counted."""
 REFUSED = 4
 """How pytest ends when it does not take its arguments."""
+ADDED_OPTIONS = "PYTEST_ADDOPTS"
 STDERR = 2
 """The file descriptor."""
 STYLES = {"passed": "green", "failed": "bold red", "did not run": "yellow"}
@@ -146,8 +148,9 @@ def _tested(required: list[str], every: bool, named: bool, device: torch.device)
 
 def _verdict(backends: dict[str, dict[str, Any]], required: list[str], only: str | None) -> int:
     """A failure counts first; then a backend that had to run and did not, or none that did."""
-    if only and all(result["exit_status"] == REFUSED for result in backends.values()):
-        raise exits.stop(f"--only {only!r} is no expression for pytest -k", exits.USAGE)
+    given = _given_to_pytest(only)
+    if given and all(result["exit_status"] == REFUSED for result in backends.values()):
+        raise exits.stop(f"pytest does not take {given}; what it says is above", exits.USAGE)
     reported = [result for result in backends.values() if "scale" in result]
     if only and reported and not any(result["results"] for result in backends.values()):
         raise exits.stop(f"--only {only!r} matches no test", exits.USAGE)
@@ -160,6 +163,13 @@ def _verdict(backends: dict[str, dict[str, Any]], required: list[str], only: str
             f"{', '.join(absent or states) or 'no backend'} had to run and did not", exits.MISSING
         )
     return 0
+
+
+def _given_to_pytest(only: str | None) -> str:
+    """What of the user's it was given: one exit code stands for whatever it does not take."""
+    options = os.environ.get(ADDED_OPTIONS)
+    given = [f"--only {only!r} as an expression for its -k"] if only else []
+    return " or ".join([*given, *([f"{ADDED_OPTIONS}={options!r}"] if options else ())])
 
 
 def _counts(record: dict[str, Any]) -> Table:

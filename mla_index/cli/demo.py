@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mla_index.cli import devices, exits, files, tables
-from mla_index.cli.lists import names
+from mla_index.cli.lists import listed
 from mla_index.cli.progress import PatientProgress
 from mla_index.diagnosis import Reason
 from mla_index.simulation.memory import shown
@@ -67,7 +67,7 @@ def demo(
             heads=heads,
             rows=rows,
             seed=seed,
-            backend=names(backend),
+            backend=listed("--backend", [backend]),
             device=str(place),
         )
         with PatientProgress(Console(stderr=True)) as progress:

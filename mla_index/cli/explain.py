@@ -10,7 +10,7 @@ from rich.console import Console
 
 from mla_index import explanation
 from mla_index.cli import devices, exits, files
-from mla_index.cli.lists import names
+from mla_index.cli.lists import listed
 from mla_index.cli.tables import backend_table
 from mla_index.registry import OPERATIONS
 from mla_index.specs import INDEX_DTYPES, RemapSpec, SafeLengthsSpec, Spec
@@ -55,7 +55,11 @@ def explain(
                 op, block_size, topk, dtype, dcp, interleave, compact, counts, safe_lengths
             )
             answer = explanation.explain(
-                op, device=place, spec=spec, backend=names(backend), probe=True if probe else None
+                op,
+                device=place,
+                spec=spec,
+                backend=listed("--backend", [backend]),
+                probe=True if probe else None,
             )
         except ValueError as error:
             raise exits.stop(str(error), exits.USAGE) from error

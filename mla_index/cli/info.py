@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import torch
@@ -14,18 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from mla_index import registry, settings
+from mla_index import installed, registry, settings
 from mla_index.cli import devices, exits, files, tables
 from mla_index.errors import UnknownBackend
 from mla_index.explanation import Explanation, explain
 from mla_index.registry import OPERATIONS
-from mla_index.version import __version__
-
-PACKAGES = (
-    "torch", "triton", "pytorch-triton-rocm", "cupy-cuda12x", "cupy-cuda13x", "numba-cuda",
-    "numba", "numpy", "pytest", "hypothesis", "typer", "rich", "vllm",
-)  # fmt: skip
-"""Looked up in the metadata, not imported: an import may fail, or start a device."""
 
 
 def info(
@@ -107,18 +98,9 @@ def _settings() -> dict[str, str | None]:
 
 def _versions() -> dict[str, str | None]:
     """Installed versions; None where a package is not installed."""
-    found: dict[str, str | None] = {
-        "mla_index": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "torch is built for": _torch_build(),
-    }
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
+    told = {"torch is built for": _torch_build(), **installed.versions()}
+    names = ("mla_index", "python", "platform", "torch is built for", *installed.PACKAGES)
+    return {name: told.get(name) for name in names}
 
 
 def _torch_build() -> str:

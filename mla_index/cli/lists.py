@@ -7,13 +7,7 @@ from collections.abc import Iterable
 from mla_index.cli import exits
 
 
-def names(backend: str) -> str | tuple[str, ...]:
-    """The request that `a` or `a,b` stands for."""
-    parts = tuple(part.strip() for part in backend.split(",") if part.strip())
-    return parts[0] if len(parts) == 1 else parts
-
-
-def listed(option: str, values: Iterable[str] | None) -> list[str]:
+def listed(option: str, values: Iterable[str] | None) -> tuple[str, ...]:
     """All names that an option was given, each once.
 
     Raises:
@@ -22,4 +16,4 @@ def listed(option: str, values: Iterable[str] | None) -> list[str]:
     found = [part.strip() for value in values or () for part in value.split(",")]
     if not all(found):
         raise exits.stop(f"{option} must be names with commas, and one is empty", exits.USAGE)
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))

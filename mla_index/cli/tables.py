@@ -11,7 +11,6 @@ from rich.text import Text
 
 from mla_index.explanation import Candidate, Explanation
 
-WORDS = {True: "accepted", False: "rejected", None: "not tried"}
 STYLES = {True: "green", False: "red", None: "yellow"}
 
 ANY_WIDTH = 10_000
@@ -73,6 +72,6 @@ def _cells(answer: Explanation, row: Candidate) -> tuple[Text, Text, Text]:
         reason = "; ".join(filter(None, (f"chosen (by {answer.source})", reason)))
     return (
         Text(f"{'→' if chosen else ' '} {row.name}", style="bold" if chosen else ""),
-        Text(WORDS[row.accepted], style=STYLES[row.accepted]),
+        Text(row.verdict, style=STYLES[row.accepted]),
         Text(reason),
     )

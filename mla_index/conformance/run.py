@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import mla_index
-from mla_index import registry
+from mla_index import installed, registry
 from mla_index.conformance.source import source_hash
 
 EMULATION = {
@@ -26,18 +23,6 @@ EMULATION = {
     "triton": {"TRITON_INTERPRET": "1"},
     "numba": {"NUMBA_ENABLE_CUDASIM": "1"},
 }
-
-PACKAGES = (
-    "torch",
-    "triton",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "numba",
-    "numba-cuda",
-    "numpy",
-    "pytest",
-    "hypothesis",
-)
 
 _INSTALLED = Path(mla_index.__file__).parent.parent
 """What pytest names the tests relative to: not the folder of the run, which is soon gone."""
@@ -89,7 +74,7 @@ def run_suite(
         "source_hash": source_hash(),
         "device": device,
         "card": _card(place),
-        "driver": _driver(place),
+        "driver": installed.nvidia_driver() if place.type == "cuda" else None,
         "versions": versions(),
         "passed": bool(backends) and all(b["status"] == "passed" for b in backends.values()),
         "backends": backends,
@@ -162,26 +147,11 @@ def _run_one(
 
 
 def versions() -> dict[str, str]:
-    """Python, and every package that takes part, as far as it is installed."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found | {"cuda": str(torch.version.cuda), "torch": torch.__version__}
+    """What is installed, and what torch says of itself, which is more than its metadata."""
+    return installed.versions() | {"cuda": str(torch.version.cuda), "torch": torch.__version__}
 
 
 def _card(device: torch.device) -> str | None:
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_name(device)
-
-
-def _driver(device: torch.device) -> str | None:
-    tool = shutil.which("nvidia-smi")
-    if device.type != "cuda" or tool is None:
-        return None
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    return answer.stdout.split("\n")[0].strip() or None
