@@ -30,7 +30,12 @@ def request_row_bounds(
         TypeError: not integers, or a tensor on a device (reading it would synchronise).
         ModuleNotFoundError: NumPy is not installed.
     """
-    import numpy as np  # the core needs torch alone
+    try:
+        import numpy as np  # the core brings torch alone
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "request_row_bounds needs NumPy: pip install numpy", name="numpy"
+        ) from error
 
     if isinstance(req_idx, Tensor):
         if req_idx.device.type != "cpu":

@@ -28,7 +28,8 @@ def read() -> Settings:
         if name.startswith("MLA_INDEX_") and name not in KNOWN:
             near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.0)
             warnings.warn(
-                f"unknown environment variable {name}; did you mean {near[0]}?",
+                f"unknown environment variable {name}; did you mean {near[0]}? "
+                f"There are {', '.join(KNOWN)}",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -250,3 +251,14 @@ def test_a_process_that_dies_is_a_failure(suite, tmp_path):
 def test_the_suite_names_only_known_backends():
     with pytest.raises(mla_index.UnknownBackend, match="tritno"):
         run.run_suite(["tritno"])
+
+
+def test_the_message_of_a_failure_is_its_error():
+    """Not the end of a long traceback, which begins anywhere."""
+    try:
+        raise RuntimeError("value cannot be converted")
+    except RuntimeError as error:
+        shown = pytest.ExceptionInfo.from_exception(error).getrepr()
+    plugin = importlib.import_module("mla_index.conformance.plugin")
+    assert plugin._message(shown) == "RuntimeError: value cannot be converted"
+    assert plugin._message("told without an error") == "told without an error"

@@ -227,7 +227,7 @@ class _Report:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
             line.reasons[str(reason).removeprefix("Skipped: ")] += 1
         if report.failed:
-            line.failures[str(properties[_TEST])] = str(report.longrepr)[-2000:]
+            line.failures[str(properties[_TEST])] = _message(report.longrepr)
 
     def problems(self) -> list[str]:
         """Why the run must not count as passed, beyond its failures."""
@@ -348,6 +348,13 @@ class _Report:
                     f"{count} × {reason}", width, initial_indent="    ",
                     subsequent_indent="        ", break_long_words=False, break_on_hyphens=False,
                 )  # fmt: skip
+
+
+def _message(failure: object) -> str:
+    """What a test's error says; where pytest keeps none apart, the end of what it shows."""
+    crash = getattr(failure, "reprcrash", None)
+    told = str(failure)[-2000:] if crash is None else str(crash.message)[:2000]
+    return told.removeprefix("Failed: ")  # of `pytest.fail`
 
 
 def _ran(line: _Line) -> int:
