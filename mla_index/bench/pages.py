@@ -43,7 +43,7 @@ SUMMARY = (
     ("dcp_filter", 8, "dcp_filter, 8 ranks"),
 )
 """Operations of the README's table, with the number of ranks."""
-SUMMARY_PROVIDERS = ("triton", "cupy")
+SUMMARY_PROVIDERS = ("triton",)
 TOPK = 2048
 
 
