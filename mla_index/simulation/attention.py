@@ -29,6 +29,16 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
+def room_for(queries: Tensor) -> Attended:
+    """Results of queries `[T, H, HEAD_DIM]`, to be filled row by row.
+
+    Rows that are made one by one, and kept, would each stand among large temporaries that go, and
+    leave the host's allocator holes that it cannot use: several times the memory that is needed.
+    """
+    shape = queries.shape[:2]
+    return Attended(queries.new_empty(*shape, LATENT), queries.new_empty(shape))
+
+
 def attend(queries: Tensor, rows: Tensor) -> Attended:
     """Attention of one token's queries `[H, HEAD_DIM]` to cache rows `[n, HEAD_DIM]`, n at least 1.
 
@@ -49,11 +59,11 @@ def sparse_attention(queries: Tensor, rows: Tensor, slots: Tensor, lengths: Tens
         lengths: `[T]`, at least 1: safe lengths. An empty row reads its dummy slot, and what that
             gives means nothing; see `neutralise`.
     """
-    parts = [
-        attend(query, rows[selected[:length].long()])
-        for query, selected, length in zip(queries, slots, lengths.tolist(), strict=True)
-    ]
-    return Attended(*(torch.stack(part) for part in zip(*parts, strict=True)))
+    found = room_for(queries)
+    for row, (query, length) in enumerate(zip(queries, lengths.tolist(), strict=True)):
+        part = attend(query, rows[slots[row, :length].long()])
+        found.output[row], found.lse[row] = part
+    return found
 
 
 def neutralise(part: Attended, counts: Tensor) -> Attended:

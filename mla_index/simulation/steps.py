@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_index.diagnosis import Diagnosis, diagnose
 from mla_index.operations import dcp_filter, flat_row_view, remap, safe_lengths
-from mla_index.simulation.attention import Attended, attend, neutralise, sparse_attention
+from mla_index.simulation.attention import Attended, attend, neutralise, room_for, sparse_attention
 from mla_index.simulation.paged import BlockPlan, PagedCache, block_bytes
 from mla_index.simulation.report import RankFacts
 from mla_index.simulation.setting import BLOCK_SIZE, Setting
@@ -98,11 +98,13 @@ def attend_on_shard(setting: Setting, cache: PagedCache, selection: Tensor) -> S
 def attend_unpaged(setting: Setting, selection: Tensor) -> Attended:
     """The same attention straight from the tokens, made anew request by request, in float64."""
     queries = setting.workload.queries.double()
-    parts = []
+    found = room_for(queries)
     for _, rows, tokens in _tokens(setting, "attention over unpaged tokens"):
-        for query, selected in zip(queries[rows], selection[rows], strict=True):
-            parts.append(attend(query, tokens[selected[selected >= 0].long()].double()))
-    return Attended(*(torch.stack(part) for part in zip(*parts, strict=True)))
+        for row in range(rows.start, rows.stop):
+            selected = selection[row]
+            part = attend(queries[row], tokens[selected[selected >= 0].long()].double())
+            found.output[row], found.lse[row] = part
+    return found
 
 
 def _tokens(setting: Setting, stage: str) -> Iterator[tuple[int, slice, Tensor]]:
