@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from mla_index import questions, registry, selector, verdicts
 from mla_index.errors import UnknownBackend
 from mla_index.selector import Names
-from mla_index.specs import Spec
+from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec
+
+REMOVED = "MLA_INDEX_BLOCK removes it from auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Explanation:
         return {
             "op": self.op,
             "device": str(self.device),
-            "spec": None if self.spec is None else str(self.spec),
+            "spec": None if self.spec is None else _as_json(self.spec),
             "source": self.source,
             "chosen": self.chosen,
             "candidates": [
@@ -98,19 +100,39 @@ def explain(
     if probe:
         place = questions.with_index(place)
     order = selector.order_of(op, request, place)
+    blocked = _blocked(request, place, order)
     rows = []
     for name in dict.fromkeys((*order, *registry.names())):
         try:
             refusal = verdicts.refusal(name, op, spec, place, probe=probe)
         except UnknownBackend:  # another thread has taken it back
             continue
-        if refusal is not None:
-            rows.append(Candidate(name, False, str(refusal)))
-        elif not (probe or verdicts.tried(name, place)):
-            rows.append(Candidate(name, None, "not tried: that needs the device; a call tries it"))
-        elif name not in order:
-            rows.append(Candidate(name, True, f"can run, but {source} does not ask for it"))
-        else:
-            rows.append(Candidate(name, True, ""))
+        accepted: bool | None = refusal is None
+        reason = "" if refusal is None else str(refusal)
+        if accepted and not (probe or verdicts.tried(name, place)):
+            accepted, reason = None, "not tried: that needs the device; a call tries it"
+        elif accepted and name not in order:
+            reason = "can run" if name in blocked else f"can run, but {source} does not ask for it"
+        if name in blocked:
+            reason = f"{REMOVED}; {reason}"
+        rows.append(Candidate(name, accepted, reason))
     chosen = next((r.name for r in rows if r.name in order and r.accepted is not False), None)
     return Explanation(op, place, spec, source, tuple(rows), chosen)
+
+
+def _blocked(
+    request: tuple[str, ...] | None, device: torch.device, order: tuple[str, ...]
+) -> set[str]:
+    """The backends that `auto` would try here, were they not in `MLA_INDEX_BLOCK`."""
+    if request is not None and "auto" not in request:
+        return set()
+    _, _, block = selector.in_force()
+    return {*selector.auto_order(device)}.intersection(block).difference(order)
+
+
+def _as_json(spec: RemapSpec | SafeLengthsSpec) -> dict[str, object]:
+    """The fields of a spec; dtypes by their names, `int32` of `torch.int32`."""
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in asdict(spec).items()
+    }

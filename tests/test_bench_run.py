@@ -85,7 +85,7 @@ def test_a_trace_is_measured_instead():
 def test_when_the_time_is_over_the_rest_is_left_out():
     found = run(Plan(**{**TINY, "seconds": 0.0}))
     assert len(found["left_out"]) == 4
-    assert "the 0 seconds of the run were over" in found["left_out"][0]
+    assert found["left_out"][0] == "uniform, T = 1, K = 32: stopped after 0 s"
     assert not list(Table(rows_of(found)).find("cpu_us"))
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import mla_index
 from mla_index import settings
-from mla_index.cli import files
+from mla_index.cli import files, screen
 from mla_index.cli.app import app
 
 
@@ -186,6 +186,18 @@ raise SystemExit(result.exit_code)
     assert done.returncode == 0, done.stderr
 
 
+def test_operations_that_share_an_answer_stand_above_its_backends():
+    lines = run("info", "--device", "cpu").stdout.splitlines()
+    first = lines.index("backends on cpu") + 1
+    found = [line.lstrip(" →").split(" ")[0] for line in lines[first:]]
+    names = ["torch", "triton", "cupy", "numba"]
+    assert lines[first] == "  remap, dcp_filter, safe_lengths"
+    assert found == ["remap,", *names, "flat_row_view", *names, ""]
+    for line in lines[first:-1]:
+        if any(line.lstrip(" →").startswith(name) for name in names):
+            assert "accepted   chosen (by auto)" in line or "rejected   " in line
+
+
 # --- explain -------------------------------------------------------------------------------------
 
 
@@ -194,8 +206,9 @@ def test_explain_a_configuration():
     assert result.exit_code == 0
     told = json.loads(result.stdout)
     assert told["op"] == "dcp_filter"
-    assert "dcp_size=8" in told["spec"]
-    assert "safe_lengths=True" in told["spec"]
+    assert told["spec"]["dcp_size"] == 8
+    assert told["spec"]["safe_lengths"] is True
+    assert told["spec"].items() >= {"token_dtype": "int32", "slot_dtype": "int32"}.items()
     assert told["chosen"] == "torch"
 
 
@@ -252,6 +265,45 @@ def test_names_stay_whole_and_nothing_is_cut(monkeypatch, columns, arguments):
     assert {"flat_row_view", "triton", "cupy", "numba", "torch", "rejected"} <= cells(result.stdout)
     if arguments == ["info"]:
         assert {"safe_lengths", "MLA_INDEX_BACKEND", "pytorch-triton-rocm"} <= cells(result.stdout)
+
+
+def test_in_a_narrow_terminal_a_reason_has_lines_of_its_own(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = run("explain", "remap").stdout.splitlines()
+    assert lines[:4] == [
+        "remap on cpu",
+        "→ torch   accepted",
+        "    chosen (by auto)",
+        "  triton  rejected",
+    ]
+    assert all(line.startswith("    ") for line in lines[4:6])
+    assert max(map(len, lines)) <= 50
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_piped_lines_are_whole_and_end_where_their_text_does(monkeypatch, columns):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    lines = run("info", "--device", "cpu").stdout.splitlines()
+    assert [line for line in lines if line != line.rstrip()] == []
+    reason = next(row.reason for row in mla_index.explain("remap", device="cpu").rows
+                  if row.name == "numba")  # fmt: skip
+    assert len(reason) > 60
+    assert any(line.endswith(reason) for line in lines) == (columns is None)
+
+
+def test_colours_stay_where_blanks_go():
+    kept = screen.TRAILING.sub(lambda found: found[0].replace(" ", ""), "\x1b[1ma b  \x1b[0m  \n\n")
+    assert kept == "\x1b[1ma b\x1b[0m\n\n"
+
+
+@pytest.mark.parametrize("command", ["demo", "explain"])
+def test_the_help_says_who_decides_without_a_backend(command):
+    told = words(run(command, "--help").stdout)
+    assert "as a call without it: MLA_INDEX_BACKEND, else auto" in told
+    assert "[default: auto]" not in told
 
 
 # --- what goes wrong on the way -------------------------------------------------------------------

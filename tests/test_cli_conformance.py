@@ -85,6 +85,29 @@ def test_all_is_every_backend_and_one_that_cannot_run_fails_nothing(suite):
     assert "cupy         2  no" in result.stdout
 
 
+def test_what_ran_beside_every_backend_is_told_once(suite):
+    def with_others(name, failures=()):
+        others = line("diagnose", 5, failures=failures) | {"backend": "(any)"}
+        return ended("passed", others, line("remap", 3) | {"backend": name})
+
+    suite.results.update({name: with_others(name) for name in ("torch", "cupy", "numba")})
+    result = run("--backend", "torch,cupy")
+    lines = [words.split() for words in result.stdout.splitlines()]
+    told = [words[:2] for words in lines[2 : lines.index([])]]
+    assert told == [["torch", "remap"], ["cupy", "remap"], ["(any)", "diagnose"]]
+    suite.results["cupy"] = with_others("cupy", ["module::test"])  # not the same there
+    assert run("--backend", "torch,cupy").stdout.count("diagnose") == 2
+
+
+@pytest.mark.parametrize("results", [NOTHING, REFUSED], ids=["no test", "not taken"])
+def test_where_nothing_ran_for_a_wrong_name_there_are_no_tables(suite, results):
+    suite.results["torch"] = results
+    result = run("--backend", "torch", "--only", "x")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+
+
 def test_named_ones_alone_and_how(suite, tmp_path):
     path = tmp_path / "record.json"
     result = run("--backend", "torch", "--scale", "full", "--only", "fr05", "--json", path)

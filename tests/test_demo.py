@@ -2,8 +2,10 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -12,6 +14,7 @@ from mla_index.cli.app import app
 from mla_index.cli.progress import PATIENCE, PatientProgress
 from mla_index.simulation.run import simulate
 from mla_index.simulation.setting import Config
+from mla_index.simulation.trace import read_trace
 
 SMALL = ("--requests", "8", "--topk", "64", "--heads", "2")
 
@@ -25,10 +28,9 @@ def test_it_tells_what_was_simulated_and_found():
     assert result.exit_code == 0, result.output
     for told in (
         "8 of 3 to 2,644 tokens",
-        "8 rows × 2 heads, the top 64 tokens each; 1 rows have fewer",
+        "8 rows × 2 heads, the top 64 tokens each; 1 row has fewer",
         "earlier request's too",
-        "1 of 8 rows (12.5%) have no token on some rank",
-        "chosen (by auto)",
+        "1 of 8 rows (12.5%) has no token on some rank",
         "other rank's",
         "padding",
         "dcp_filter, then safe_lengths, all ranks",
@@ -36,8 +38,61 @@ def test_it_tells_what_was_simulated_and_found():
         "every bound holds",
     ):
         assert told in " ".join(result.stdout.split())
+    first = "runs on torch (by auto); why not the others: mla-index explain remap"
+    assert result.stdout.splitlines()[:3] == [first, "", "the job"]
+    assert "rejected" not in result.stdout
     assert "broken" not in result.stdout
     assert result.stderr == ""
+
+
+def test_backends_are_told_by_operation_where_they_differ():
+    report = simulate(Config(requests=2, topk=8, heads=1))
+    answers = {op: replace(answer, chosen="x") for op, answer in report.explanations.items()}
+    answers["flat_row_view"] = report.explanations["flat_row_view"]
+    told = demo_command._served(replace(report, explanations=answers, device="cuda:0"))
+    assert told == (
+        "runs remap, dcp_filter, safe_lengths on x, flat_row_view on torch (by auto); "
+        "why not the others: mla-index explain remap --device cuda:0 --probe"
+    )
+
+
+def test_what_is_equal_is_said_once():
+    told = demo("--requests", 1, "--topk", 1, "--heads", 1, "--dcp", 2).stdout
+    for line in (
+        "requests         1 of 1,180 tokens\n",
+        "queries          1 row × 1 head, the top 1 token each; 0 rows have fewer\n",
+        "ranks            2, interleave 1; 10 blocks each\n",
+        "empty rows       1 of 1 row (100.0%) has no token on some rank\n",
+    ):
+        assert line in told
+
+
+def test_one_rank_has_no_second_part():
+    result = demo(*SMALL, "--dcp", 1)
+    assert result.exit_code == 0
+    assert "vs one" not in result.stdout
+    assert "shards" not in result.stdout
+    assert "\nranks " not in result.stdout
+    assert "every bound holds" in result.stdout
+
+
+def test_the_help_knows_how_many_requests_there_are():
+    count = len(read_trace(None, 1000))
+    assert f"the trace of the package has {count}." in " ".join(
+        demo("--help").stdout.replace("│", " ").split()
+    )
+
+
+def test_several_reasons_have_a_line_each():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    result = demo("--device", "cuda")
+    assert result.exit_code == 3
+    first, *reasons, last = result.stderr.splitlines()
+    assert first.startswith("error: no backend for ")
+    assert first.endswith("(asked for by auto):")
+    assert [line.split(":")[0] for line in reasons] == ["  triton", "  cupy", "  numba", "  torch"]
+    assert last == "Could run: none"
 
 
 def test_json_is_the_report():
@@ -52,7 +107,8 @@ def test_json_is_the_report():
     assert {check["bound"] for check in told["checks"]} == {1e-5, 0}
 
 
-def test_many_ranks_are_summed():
+def test_many_ranks_are_summed(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     result = demo(*SMALL, "--dcp", 9)
     assert result.exit_code == 0
     assert "9 ranks" in result.stdout
@@ -72,7 +128,7 @@ def test_nothing_is_cut_in_a_narrow_terminal(monkeypatch, tmp_path, columns, ran
     assert max(map(len, result.stdout.splitlines())) <= columns
     assert "…" not in result.stdout
     words = set(result.stdout.split())
-    assert {"dcp_filter", "flat_row_view", "1,500", "holds"} <= words
+    assert {"dcp_filter", "explain", "1,500", "holds"} <= words
     assert "".join(trace.name.split()) in "".join(result.stdout.split())
     assert ("rank 3" in result.stdout) == (ranks == 4)
 

@@ -210,7 +210,33 @@ def test_block_removes_names_from_auto_only(monkeypatch):
     assert first_slot(backend="torch") == 448
     rows = {row.name: row for row in mla_index.explain("remap", device="cpu").rows}
     assert rows["torch"].accepted
-    assert rows["torch"].reason == "can run, but auto does not ask for it"
+    assert rows["torch"].reason == "MLA_INDEX_BLOCK removes it from auto; can run"
+
+
+@pytest.mark.parametrize(
+    ("backend", "told"),
+    [("auto", {"cupy", "torch"}), (["numba", "auto"], {"cupy", "torch"}),
+     (["torch", "auto"], {"cupy"}), ("numba", set())],
+)  # fmt: skip
+def test_explain_says_first_what_is_blocked(monkeypatch, backend, told):
+    """Of those that `auto` would have tried here, and that are not asked for by name as well."""
+    monkeypatch.setenv("MLA_INDEX_BLOCK", "torch,cupy")
+    mla_index.reload_environment()
+    rows = mla_index.explain("remap", device="cuda", backend=backend).rows
+    removed = "MLA_INDEX_BLOCK removes it from auto; "
+    assert {row.name for row in rows if row.reason.startswith(removed)} == told
+    for row in rows:  # its own reason stays behind it
+        if row.name in told:
+            assert row.reason.removeprefix(removed)
+        else:
+            assert "MLA_INDEX_BLOCK" not in row.reason
+
+
+def test_what_auto_would_not_try_is_not_said_to_be_blocked(monkeypatch):
+    monkeypatch.setenv("MLA_INDEX_BLOCK", "triton")
+    mla_index.reload_environment()
+    rows = {row.name: row.reason for row in mla_index.explain("remap", device="cpu").rows}
+    assert "MLA_INDEX_BLOCK" not in rows["triton"]
 
 
 def test_an_unknown_variable_warns_once_with_the_nearest_name(monkeypatch):

@@ -40,10 +40,21 @@ def test_every_bound_holds(more):
     assert any(check.bound == BOUND and check.value > 0 for check in report.checks)
     rows = 8 * more.get("rows", 1)
     assert report.rows == rows
-    assert len(report.ranks) == more.get("dcp", 4)
     for rank in (report.single, *report.ranks):
         assert rank.diagnosis.valid + sum(rank.diagnosis.counts.values()) == rows * 64
+    if more.get("dcp") == 1:
+        return
+    assert len(report.ranks) == more.get("dcp", 4)
     assert sum(rank.diagnosis.valid for rank in report.ranks) == report.single.diagnosis.valid
+
+
+def test_one_rank_is_not_compared_with_itself():
+    report = simulate(Config(**SMALL, dcp=1))
+    assert report.ranks == ()
+    assert report.rows_empty_somewhere == 0
+    assert set(report.explanations) == {"remap", "flat_row_view"}
+    assert {check.name.partition(":")[0] for check in report.checks} == {"one rank vs unpaged"}
+    assert not any("rank" in stage or "shards" in stage for stage in report.seconds)
 
 
 def test_the_facts_add_up():
@@ -75,6 +86,9 @@ def test_progress_reaches_its_total():
     simulate(Config(**SMALL, dcp=2), lambda *step: seen.append(step))
     assert [done for _, done, _ in seen] == list(range(1, 25))
     assert {total for *_, total in seen} == {24}
+    seen.clear()
+    simulate(Config(**SMALL, dcp=1), lambda *step: seen.append(step))
+    assert [(done, total) for _, done, total in seen] == [(done, 16) for done in range(1, 17)]
 
 
 # --- planted faults ------------------------------------------------------------------------------

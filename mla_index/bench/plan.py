@@ -146,8 +146,9 @@ def usable_backends(plan: Plan) -> tuple[str, ...]:
         rows = explain("remap", device=plan.device, probe=True).rows
         able = tuple(row.name for row in rows if row.accepted)
         if not able:
-            told = "; ".join(f"{row.name}: {row.reason}" for row in rows)
-            raise BackendUnavailable(f"no backend can run on {plan.device}: {told}")
+            reasons = {row.name: row.reason for row in rows}
+            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise BackendUnavailable(f"no backend can run on {plan.device}: {told}", reasons)
         return able
     for name in plan.backends:
         answer = explain("remap", device=plan.device, backend=name, probe=True)

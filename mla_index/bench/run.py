@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_index.bench import importing, measure, warming
+from mla_index.bench import importing, measure, noise, warming
 from mla_index.bench.contenders import COPY, OPERATIONS, bind, bind_copy
 from mla_index.bench.measure import Sample
 from mla_index.bench.plan import (
@@ -68,6 +68,11 @@ class Run:
         """Whether there is a device apart from the host."""
         return self.plan.device.type == "cuda"
 
+    @property
+    def stopped(self) -> str:
+        """Why a shape is left out when it is late."""
+        return f"stopped after {self.plan.seconds:g} s"
+
     def late(self) -> bool:
         """Whether the time is over."""
         return time.monotonic() > self.deadline
@@ -122,6 +127,7 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
         TraceError: the trace cannot be read.
     """
     started = time.monotonic()
+    load = noise.load()  # before the run adds its own
     backends = usable_backends(plan)
     torch.manual_seed(plan.seed)
     state = Run(plan, backends, started + (plan.seconds or 0.0), progress)
@@ -131,7 +137,7 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
         _tell(state, f"T = {shape.rows}, K = {shape.topk}", number, len(shapes))
         reason = too_large(plan, shape.rows, shape.topk)
         if reason is None and state.late():
-            reason = f"the {plan.seconds:g} seconds of the run were over"
+            reason = state.stopped
         if reason is None:
             _time_shape(state, shape.batch(), shape.topk)
         else:
@@ -142,6 +148,7 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
         **head("bench", plan.device),
         "plan": plan.as_dict(),
         "backends": list(backends),
+        "load": load,
         "seconds": round(time.monotonic() - started, 1),
         "left_out": state.left_out,
         "wrong": state.wrong,
@@ -206,7 +213,7 @@ def _time_shape(state: Run, batch: Batch, topk: int) -> None:
         if state.on_cuda and eager(who.provider) and batch.rows * topk > MOST_EAGER_ENTRIES:
             skipped.add(who.provider)
         elif state.late():
-            state.left_out.append(f"{where}: {who}: the time of the run was over")
+            state.left_out.append(f"{where}: {who}: {state.stopped}")
         elif state.attempt(f"{where}: {who}", partial(verify, who, sets[0])):
             ready.append(who)
     if skipped:

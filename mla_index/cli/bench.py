@@ -14,13 +14,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mla_index.bench import noise
 from mla_index.bench import record as records
 from mla_index.bench.asked import Answer, answers
-from mla_index.bench.contenders import COPY, OPERATIONS
+from mla_index.bench.contenders import COMPOSITION, COPY, OPERATIONS
 from mla_index.bench.plan import Plan
 from mla_index.bench.record import Row
 from mla_index.bench.run import run
-from mla_index.cli import devices, exits, files, tables
+from mla_index.cli import devices, exits, files, screen, tables
 from mla_index.cli.explain import DTYPES
 from mla_index.cli.lists import listed
 from mla_index.cli.progress import PatientProgress
@@ -78,8 +79,11 @@ def bench(
         ),
     ] = None,
     mtp: Annotated[
-        int, typer.Option(help="With --trace: drafted tokens; a request has 1 + MTP rows.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            help="With --trace alone: drafted tokens; a request has 1 + MTP rows. By default 1."
+        ),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few shapes and operations: under a minute.")
     ] = False,
@@ -122,6 +126,8 @@ def bench(
         raise exits.stop(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}", exits.USAGE)
     if seconds is not None and not seconds >= 0:  # nor NaN
         raise exits.stop(f"--seconds must be at least 0, got {seconds}", exits.USAGE)
+    if mtp is not None and trace is None:
+        raise exits.stop("--mtp needs --trace: only its requests have drafted tokens", exits.USAGE)
     with exits.errors_as_exits():
         plan = Plan(
             operations=listed("--op", op) or None,
@@ -133,16 +139,17 @@ def bench(
             dtype=DTYPES[dtype],
             device=place,
             trace=trace,
-            mtp=mtp,
+            mtp=1 if mtp is None else mtp,
             quick=quick,
             seconds=seconds,
         )
         with PatientProgress(Console(stderr=True)) as progress:
             found = run(plan, progress)
-    show(found, Console(stderr=as_json == files.STDOUT))
+    show(found, screen.console(stderr=as_json == files.STDOUT))
     if as_json is not None:
         files.write("--json", as_json, records.as_text(found))
-    if plot is not None:
+    timed = _timed(found)
+    if plot is not None and timed:
         from mla_index.bench.plot import plot as draw
 
         picture = BytesIO()
@@ -150,6 +157,10 @@ def bench(
         files.write("--plot", plot, picture.getvalue())
     if found["wrong"]:
         raise typer.Exit(exits.FAILED)
+    if not timed:
+        undrawn = "" if plot is None else ", and nothing drawn"
+        told = f"no time was measured{undrawn}: ask for more --seconds, or for smaller shapes"
+        raise exits.stop(told, exits.USAGE)
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -164,11 +175,28 @@ def show(found: dict[str, Any], console: Console) -> None:
     facts = [row for row in table.rows if row.metric in ("host_us", "kernels", "peak_bytes")]
     if facts:
         console.print(_calls(facts), "")
-    reached = [answer for answer in answers(found) if answer.reached is not None]
+    timed = _timed(found)  # without, no verdict: it would be about the rest of a run
+    reached = [answer for answer in answers(found) if answer.reached is not None and timed]
     if reached:
         console.print(_targets(reached), "")
+    if timed:
+        console.print(Text(_legend(bool(reached))))
+        console.print()
+    for warning in noise.warnings(found):
+        console.print(Text(f"warning: {warning}", style="yellow"))
     _say(console, "left out", found["left_out"], "yellow")
     _say(console, "wrong, or failed", found["wrong"], "bold red")
+
+
+def _timed(found: dict[str, Any]) -> bool:
+    """Whether any shape was: what a call costs the host, and its memory, is measured apart."""
+    return any(row.metric in ("gpu_us", "cpu_us") for row in records.rows_of(found))
+
+
+def _legend(targets: bool) -> str:
+    told = f"{COMPOSITION}: the same by torch's gather and where; {COPY}: moving the same bytes"
+    asked = "; ask: what must be reached, stretch: what would be better still"
+    return told + (asked if targets else "")
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
@@ -236,7 +264,7 @@ def _verdict(answer: Answer) -> Text:
     if answer.stretch_met:
         return Text("stretch met", style="bold green")
     if answer.ask_met is None:
-        return Text("")
+        return Text("" if answer.stretch_met is None else "not reached", style="yellow")
     return Text("met", style="green") if answer.ask_met else Text("missed", style="bold red")
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mla_index import registry
-from mla_index.cli import devices, exits, files, tables
+from mla_index.cli import devices, exits, files, screen, tables
 from mla_index.cli.lists import listed
 from mla_index.explanation import explain
 
@@ -117,19 +117,19 @@ def conformance(
             workers=workers,
             output=STDERR if to_stdout else None,
         )
-    show(record, Console(stderr=to_stdout))
+    _refuse_unmatched(record["backends"], only)
+    show(record, screen.console(stderr=to_stdout))
     if as_json is not None:
         files.write("--json", as_json, as_text(record))
-    raise typer.Exit(_verdict(record["backends"], required, only))
+    raise typer.Exit(_verdict(record["backends"], required))
 
 
 def show(record: dict[str, Any], console: Console) -> None:
     """Print a record for a person: the counts, why not all ran, what failed, and the verdicts."""
     backends = record["backends"]
-    console.print(_counts(record), "")
-    skipped = _skipped(backends)
-    if skipped.row_count:
-        console.print(skipped, "")
+    for table in (_counts(record), _skipped(backends)):
+        if table.row_count:
+            console.print(table, "")
     for name, result in backends.items():
         _say_failures(console, name, result)
     console.print(_verdicts(backends))
@@ -146,14 +146,18 @@ def _tested(required: list[str], every: bool, named: bool, device: torch.device)
     return list(dict.fromkeys([*able, *required]))
 
 
-def _verdict(backends: dict[str, dict[str, Any]], required: list[str], only: str | None) -> int:
-    """A failure counts first; then a backend that had to run and did not, or none that did."""
+def _refuse_unmatched(backends: dict[str, dict[str, Any]], only: str | None) -> None:
+    """End the command where there is nothing to show: pytest took no argument, or found no test."""
     given = _given_to_pytest(only)
     if given and all(result["exit_status"] == REFUSED for result in backends.values()):
         raise exits.stop(f"pytest does not take {given}; what it says is above", exits.USAGE)
     reported = [result for result in backends.values() if "scale" in result]
     if only and reported and not any(result["results"] for result in backends.values()):
         raise exits.stop(f"--only {only!r} matches no test", exits.USAGE)
+
+
+def _verdict(backends: dict[str, dict[str, Any]], required: list[str]) -> int:
+    """A failure counts first; then a backend that had to run and did not, or none that did."""
     states = {name: result["status"] for name, result in backends.items()}
     if "failed" in states.values():
         return exits.FAILED
@@ -177,15 +181,25 @@ def _counts(record: dict[str, Any]) -> Table:
         f"conformance on {record['device']}", tables.names("backend"), tables.names("operation"),
         *map(tables.numbers, COUNTS),
     )  # fmt: skip
-    for name, result in record["backends"].items():
-        # Its own first; then what ran beside it and has no part in any backend.
-        lines = sorted(result["results"], key=lambda line: line["backend"] != name)
-        above = None
-        for line in lines:
-            shown = "" if line["backend"] == above else line["backend"]
-            above = line["backend"]
-            table.add_row(shown, line["operation"], *(f"{line[key]:,}" for key in COUNTS))
+    above = None
+    for of, operation, *counts in _results(record["backends"]):
+        table.add_row("" if of == above else of, operation, *(f"{count:,}" for count in counts))
+        above = of
     return table
+
+
+def _results(backends: dict[str, dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Backend, operation and counts, once each.
+
+    Each backend's own first; then what ran beside every one and has no part in any.
+    """
+    own: list[tuple[Any, ...]] = []
+    beside: list[tuple[Any, ...]] = []
+    for name, result in backends.items():
+        for line in result["results"]:
+            found = (line["backend"], line["operation"], *(line[key] for key in COUNTS))
+            (own if line["backend"] == name else beside).append(found)
+    return list(dict.fromkeys([*own, *beside]))
 
 
 def _skipped(backends: dict[str, dict[str, Any]]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mla_index.cli import devices, exits, files, tables
+from mla_index.cli import backends, devices, exits, files, screen, tables
 from mla_index.cli.lists import listed
 from mla_index.cli.progress import PatientProgress
 from mla_index.diagnosis import Reason
@@ -30,15 +31,17 @@ def demo(
             "hash_ids); by default a small one that comes with the package."
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(help="At most so many requests.")] = 64,
+    requests: Annotated[
+        int, typer.Option(help="At most so many requests; the trace of the package has 24.")
+    ] = 64,
     topk: Annotated[int, typer.Option(help="K, the tokens selected for each query row.")] = 2048,
-    dcp: Annotated[int, typer.Option(help="Ranks of decode context parallelism.")] = 4,
+    dcp: Annotated[
+        int, typer.Option(help="Ranks of decode context parallelism; 1 leaves that part out.")
+    ] = 4,
     interleave: Annotated[int, typer.Option(help="Adjacent tokens on one rank.")] = 1,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
     rows: Annotated[int, typer.Option(help="Query rows of each request: 1 + drafted tokens.")] = 1,
-    backend: Annotated[
-        str, typer.Option(help="As in a call: a name, an ordered list with commas, or `auto`.")
-    ] = "auto",
+    backend: Annotated[str, backends.OPTION] = "auto",
     device: Annotated[str, typer.Option(help="Where the cache lives.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of contents, queries and block order.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help=files.PRINTED)] = False,
@@ -75,7 +78,7 @@ def demo(
     if as_json:
         typer.echo(json.dumps(report.as_dict(), indent=2))
     else:
-        show(report, Console())
+        show(report, screen.console())
     if not report.passed:
         raise typer.Exit(exits.FAILED)
 
@@ -83,45 +86,90 @@ def demo(
 def show(report: Report, console: Console) -> None:
     """Print a report for a person."""
     for part in (
+        Text(_served(report)),
         _what(report),
-        tables.backend_table(f"backends on {report.device}", report.explanations.values()),
         _entries(report, console),
         _times(report),
         _checks(report),
     ):
-        console.print(part, "")
+        console.print(part)
+        console.print()
     verdict = "every bound holds" if report.passed else "a bound is broken"
     console.print(Text(verdict, style="bold green" if report.passed else "bold red"))
 
 
+def _served(report: Report) -> str:
+    """Who did the work, in a line; why not the others is another command's answer."""
+    groups = [(ops, answer.chosen) for ops, answer in tables.alike(report.explanations.values())]
+    chosen: dict[str | None, list[str]] = {}
+    for ops, name in groups:
+        chosen.setdefault(name, []).extend(ops)
+    ran = ", ".join(f"{', '.join(ops)} on {name}" for name, ops in chosen.items())
+    if len(chosen) == 1:
+        ran = f"on {next(iter(chosen))}"
+    source = report.explanations["remap"].source
+    place = "" if report.device == "cpu" else f" --device {report.device} --probe"
+    return f"runs {ran} (by {source}); why not the others: mla-index explain remap{place}"
+
+
 def _what(report: Report) -> Table:
-    single, size = report.single, len(report.ranks)
-    shards = [rank.blocks for rank in report.ranks]
-    lengths = report.lengths
-    table = tables.table("simulated", tables.names(), tables.text(), header=False)
-    for name, text in {
+    single, lengths = report.single, report.lengths
+    table = tables.table("the job", tables.names(), tables.text(), header=False)
+    facts = {
         "trace": report.trace,
-        "requests": f"{len(lengths):,} of {min(lengths):,} to {max(lengths):,} tokens, "
-        f"{sum(lengths):,} in all",
-        "queries": f"{report.rows:,} rows × {report.heads} heads, the top {report.topk:,} tokens "
-        f"each; {report.short_rows:,} rows have fewer",
-        "cache": f"{single.blocks:,} blocks of {BLOCK_SIZE} rows × {HEAD_DIM} float32, "
+        "requests": _requests(lengths),
+        "queries": f"{_several(report.rows, 'row')} × {_several(report.heads, 'head')}, the top "
+        f"{_several(report.topk, 'token')} each; {_several(report.short_rows, 'row')} "
+        f"{_have(report.short_rows)} fewer",
+        "cache": f"{_several(single.blocks, 'block')} of {BLOCK_SIZE} rows × {HEAD_DIM} float32, "
         f"{shown(single.blocks * single.block_bytes)}",
         "shared prefixes": _saved(single),
-        "ranks": f"{size}, interleave {report.interleave}; "
-        f"{min(shards):,} to {max(shards):,} blocks each",
-        "empty rows": f"{report.rows_empty_somewhere:,} of {report.rows:,} rows "
-        f"({report.rows_empty_somewhere / report.rows:.1%}) have no token on some rank",
-    }.items():
+    }
+    for name, text in (facts | _of_ranks(report)).items():
         table.add_row(name, Text(text))
     return table
+
+
+def _requests(lengths: Collection[int]) -> str:
+    told = f"{len(lengths):,} of {_span(lengths, 'token')}"
+    if len(lengths) == 1:
+        return told
+    each = " each" if len(set(lengths)) == 1 else ""
+    return f"{told}{each}, {sum(lengths):,} in all"
+
+
+def _of_ranks(report: Report) -> dict[str, str]:
+    if not report.ranks:
+        return {}
+    blocks = [rank.blocks for rank in report.ranks]
+    empty = report.rows_empty_somewhere
+    return {
+        "ranks": f"{len(blocks)}, interleave {report.interleave}; {_span(blocks, 'block')} each",
+        "empty rows": f"{empty:,} of {_several(report.rows, 'row')} ({empty / report.rows:.1%}) "
+        f"{_have(empty)} no token on some rank",
+    }
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _have(count: int) -> str:
+    return "has" if count == 1 else "have"
+
+
+def _span(counts: Collection[int], what: str) -> str:
+    """From the smallest to the largest; where they are equal, once."""
+    low, high = min(counts), max(counts)
+    return _several(high, what) if low == high else f"{low:,} to {_several(high, what)}"
 
 
 def _saved(rank: RankFacts) -> str:
     wanted = rank.blocks + rank.saved_blocks
     share = rank.saved_blocks / wanted
     return (
-        f"{rank.saved_blocks:,} of {wanted:,} blocks ({share:.1%}) are an earlier request's too: "
+        f"{rank.saved_blocks:,} of {_several(wanted, 'block')} ({share:.1%}) "
+        f"{'is' if rank.saved_blocks == 1 else 'are'} an earlier request's too: "
         f"{shown(rank.saved_blocks * rank.block_bytes)} saved"
     )
 
@@ -130,7 +178,7 @@ def _entries(report: Report, console: Console) -> Table:
     """What became of the selected tokens; a column for each rank, or for their sum."""
     each = {f"rank {rank.rank}": [rank] for rank in report.ranks}
     table = _entries_of({"one rank": [report.single], **each})
-    if tables.fits(table, console):
+    if not each or tables.fits(table, console):
         return table
     return _entries_of({"one rank": [report.single], f"{len(each)} ranks": list(report.ranks)})
 
@@ -146,9 +194,7 @@ def _entries_of(columns: dict[str, list[RankFacts]]) -> Table:
             for reason in Reason
         },
     }
-    table = tables.table(
-        "what became of the selection", tables.text("entries"), *map(tables.numbers, columns)
-    )
+    table = tables.table("entries of the selection", tables.text(), *map(tables.numbers, columns))
     for name, counts in lines.items():
         if any(counts):
             table.add_row(name, *(f"{count:,}" for count in counts))

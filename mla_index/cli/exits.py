@@ -34,7 +34,7 @@ def errors_as_exits() -> Iterator[None]:
     try:
         yield
     except (BackendUnavailable, BackendUnsupported) as error:
-        raise stop(str(error), MISSING) from error
+        raise stop(_told(error), MISSING) from error
     except (ConfigError, TraceError, UnknownBackend) as error:
         raise stop(str(error), USAGE) from error
     except KeyboardInterrupt as error:
@@ -45,6 +45,18 @@ def errors_as_exits() -> Iterator[None]:
         # torch's allocator on the CPU says first where in its sources it stands
         first = str(error).partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
         raise stop(f"memory ran out, ask for less ({first or 'MemoryError'})", USAGE) from error
+
+
+def _told(error: BackendUnavailable | BackendUnsupported) -> str:
+    """What the error says, its reasons on lines of their own if there are several."""
+    message = str(error)
+    reasons = [f"{name}: {reason}" for name, reason in error.reasons.items()]
+    together = "; ".join(reasons)
+    if len(reasons) <= 1 or together not in message:
+        return message
+    before, _, after = message.partition(together)
+    lines = [f"  {reason}" for reason in reasons]
+    return "\n".join(filter(None, [before.rstrip(), *lines, after.removeprefix(". ")]))
 
 
 def stop(message: str, code: int) -> typer.Exit:

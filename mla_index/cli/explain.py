@@ -6,12 +6,13 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Group
+from rich.text import Text
 
 from mla_index import explanation
-from mla_index.cli import devices, exits, files
+from mla_index.cli import backends, devices, exits, files, screen
 from mla_index.cli.lists import listed
-from mla_index.cli.tables import backend_table
+from mla_index.cli.tables import Candidates
 from mla_index.registry import OPERATIONS
 from mla_index.specs import INDEX_DTYPES, RemapSpec, SafeLengthsSpec, Spec
 
@@ -21,9 +22,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in INDEX_DTYPES}
 def explain(
     op: Annotated[str, typer.Argument(metavar="OP", help=f"One of {', '.join(OPERATIONS)}.")],
     device: Annotated[str, typer.Option(help="Where the tensors would be.")] = "cpu",
-    backend: Annotated[
-        str, typer.Option(help="As in a call: a name, an ordered list with commas, or `auto`.")
-    ] = "auto",
+    backend: Annotated[str, backends.OPTION] = "auto",
     topk: Annotated[int, typer.Option(help="K, the tokens selected for each row.")] = 2048,
     block_size: Annotated[int, typer.Option(help="Tokens in a cache block.")] = 64,
     dcp: Annotated[int, typer.Option(help="Ranks of decode context parallelism.")] = 1,
@@ -66,7 +65,8 @@ def explain(
     if as_json:
         typer.echo(json.dumps(answer.as_dict(), indent=2))
     else:
-        Console().print(backend_table(f"{op} on {answer.device}", [answer]))
+        heading = Text(f"{op} on {answer.device}", style="italic")
+        screen.console().print(Group(heading, Candidates(answer)))
     if answer.chosen is None:
         raise typer.Exit(exits.MISSING)
 

@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from mla_index import installed, registry, settings
-from mla_index.cli import devices, exits, files, tables
+from mla_index.cli import devices, exits, files, screen, tables
 from mla_index.errors import UnknownBackend
 from mla_index.explanation import Explanation, explain
 from mla_index.registry import OPERATIONS
@@ -110,7 +109,7 @@ def _torch_build() -> str:
 
 
 def _show(facts: dict[str, dict[str, Any]], answers: dict[str, list[Explanation]]) -> None:
-    console = Console()
+    console = screen.console()
     for heading, rows in facts.items():
         table = tables.table(heading, tables.names(), tables.text(), header=False)
         for name, value in rows.items():

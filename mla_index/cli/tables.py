@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import zip_longest
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from mla_index.cli.screen import ANY_WIDTH
 from mla_index.explanation import Candidate, Explanation
 
 STYLES = {True: "green", False: "red", None: "yellow"}
 
-ANY_WIDTH = 10_000
+NARROW = 60
+"""Columns below which a reason stands on a line of its own."""
 
 
 def table(title: str, *columns: Column, header: bool = True) -> Table:
     """A table without lines."""
     return Table(
-        *columns, title=title, title_justify="left", box=None, show_header=header,
+        *columns, title=title or None, title_justify="left", box=None, show_header=header,
         padding=(0, 2, 0, 0), pad_edge=False,
     )  # fmt: skip
 
@@ -45,19 +47,20 @@ def fits(drawn: Table, console: Console) -> bool:
     return measured.maximum <= console.width
 
 
-def backend_table(title: str, answers: Iterable[Explanation]) -> Table:
+def backend_table(title: str, answers: Iterable[Explanation]) -> RenderableType:
     """Every backend × operation, the chosen one marked, each with its reason.
 
-    Operations for which the same is true stand together.
+    Operations for which the same is true stand together, on a line above their backends.
     """
-    drawn = table(title, names("operation"), names("backend"), names(), text("reason"))
-    for ops, answer in _alike(answers):
-        for op, row in zip_longest(ops, answer.rows):
-            drawn.add_row(op or "", *(_cells(answer, row) if row else ()))
-    return drawn
+    groups = list(alike(answers))
+    width = max(len(row.name) for _, answer in groups for row in answer.rows)
+    parts: list[RenderableType] = [Text(title, style="italic")]
+    for ops, answer in groups:
+        parts += [Text(f"  {', '.join(ops)}", style="bold"), Candidates(answer, width, indent=4)]
+    return Group(*parts)
 
 
-def _alike(answers: Iterable[Explanation]) -> Iterator[tuple[list[str], Explanation]]:
+def alike(answers: Iterable[Explanation]) -> Iterator[tuple[list[str], Explanation]]:
     """The answers, operations with the same one together."""
     groups: dict[object, tuple[list[str], Explanation]] = {}
     for answer in answers:
@@ -65,13 +68,44 @@ def _alike(answers: Iterable[Explanation]) -> Iterator[tuple[list[str], Explanat
     yield from groups.values()
 
 
-def _cells(answer: Explanation, row: Candidate) -> tuple[Text, Text, Text]:
+class Candidates:
+    """The backends of one answer, a line each; in a narrow terminal the reason on its own.
+
+    Args:
+        answer: theirs.
+        width: columns for the names.
+        indent: blanks before every line.
+    """
+
+    def __init__(self, answer: Explanation, width: int = 0, indent: int = 0) -> None:
+        self._answer = answer
+        self._width = max(width, *(len(row.name) for row in answer.rows))
+        self._indent = indent
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """Drawn at the width that there is."""
+        lines = [_cells(self._answer, row, self._width) for row in self._answer.rows]
+        if options.max_width < NARROW:
+            for name, verdict, reason in lines:
+                yield Padding(Text("  ").join([name, verdict]), (0, 0, 0, self._indent))
+                if reason:
+                    yield Padding(reason, (0, 0, 0, self._indent + 4))
+            return
+        drawn = table("", names(), names(), text(), header=False)
+        for line in lines:
+            drawn.add_row(*line)
+        yield Padding(drawn, (0, 0, 0, self._indent), expand=False)
+
+
+def _cells(answer: Explanation, row: Candidate, width: int) -> tuple[Text, Text, Text]:
     chosen = row.name == answer.chosen
     reason = row.reason
     if chosen:
         reason = "; ".join(filter(None, (f"chosen (by {answer.source})", reason)))
     return (
-        Text(f"{'→' if chosen else ' '} {row.name}", style="bold" if chosen else ""),
-        Text(row.verdict, style=STYLES[row.accepted]),
-        Text(reason),
+        Text(f"{'→' if chosen else ' '} {row.name:<{width}}", style="bold" if chosen else ""),
+        Text(f"{row.verdict:<9}", style=STYLES[row.accepted]),
+        Text(reason, overflow="fold"),
     )

@@ -76,7 +76,7 @@ class Report:
         device: that it ran on.
         explanations: by operation, who served it and why.
         single: the rank of the first part.
-        ranks: those of the second part.
+        ranks: those of the second part; none where there was none.
         rows_empty_somewhere: rows of which at least one of these has no entry.
         seconds: by stage, in the order of the stages.
         checks: the errors against their bounds.

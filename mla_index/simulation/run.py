@@ -1,7 +1,8 @@
 """The whole job once: trace to cache to selection to slots to attention, checked at the end.
 
 First on one rank against attention over the unpaged tokens, then under decode context parallelism
-against the single rank. Every operation of the library has a part in it.
+against the single rank, unless one rank is all that is asked for. Every operation of the library
+has a part in the two.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from mla_index.warming import warmup
 BOUND = 1e-5
 """Largest error of float32 attention, both as relative L2 norm and as absolute difference."""
 
-PASSES = 3
-"""Times that all tokens are made: for the cache, for the unpaged attention, for the shards."""
+PASSES = 2
+"""Times that all tokens are made: for the cache and for the unpaged attention; then the shards."""
 
 
 def simulate(config: Config, progress: Progress | None = None) -> Report:
@@ -51,15 +52,16 @@ def simulate(config: Config, progress: Progress | None = None) -> Report:
     """
     requests = read_trace(config.trace, config.requests)
     device = config.place()
-    stages = Stages(device, PASSES * len(requests), progress)
+    stages = Stages(device, (PASSES + (config.dcp > 1)) * len(requests), progress)
     plan = plan_blocks(requests, block_size=BLOCK_SIZE, seed=config.seed)
     refuse_too_large(config, requests, [plan], device)  # before as many plans as there are ranks
     explanations = _choose(config, device, stages)
     shards = [
         plan_blocks(requests, block_size=BLOCK_SIZE, dcp=dcp, seed=config.seed)
-        for dcp in (Dcp(config.dcp, rank, config.interleave) for rank in range(config.dcp))
+        for dcp in (Dcp(config.dcp, rank, config.interleave) for rank in _ranks(config))
     ]
-    refuse_too_large(config, requests, shards, device)
+    if shards:
+        refuse_too_large(config, requests, shards, device)
     workload = make_workload(
         requests,
         heads=config.heads,
@@ -73,12 +75,15 @@ def simulate(config: Config, progress: Progress | None = None) -> Report:
     single = steps.attend_on_one_rank(setting, cache, selection)
     del cache  # before those of the ranks
     unpaged = steps.attend_unpaged(setting, selection)
-    shares = [
-        steps.attend_on_shard(setting, shard, selection)
-        for shard in steps.fill_shards(setting, shards)
-    ]
-    with stages.timed("merge of the ranks"):
-        merged = merge([share.attended for share in shares])
+    checks = _errors("one rank vs unpaged", single.attended, unpaged)
+    shares: list[Share] = []
+    if shards:
+        for shard in steps.fill_shards(setting, shards):
+            shares.append(steps.attend_on_shard(setting, shard, selection))
+        with stages.timed("merge of the ranks"):
+            merged = merge([share.attended for share in shares])
+        checks += _errors(f"{config.dcp} ranks vs one", merged, single.attended)
+        checks += _exact(single, shares)
 
     return Report(
         trace=str(config.trace or "the small trace of mla_index"),
@@ -92,14 +97,15 @@ def simulate(config: Config, progress: Progress | None = None) -> Report:
         explanations=explanations,
         single=single.facts,
         ranks=tuple(share.facts for share in shares),
-        rows_empty_somewhere=int(torch.stack([s.counts == 0 for s in shares]).any(dim=0).sum()),
+        rows_empty_somewhere=_empty_somewhere(shares),
         seconds=stages.seconds,
-        checks=(
-            *_errors("one rank vs unpaged", single.attended, unpaged),
-            *_errors(f"{_ranks(config.dcp)} vs one", merged, single.attended),
-            *_exact(single, shares),
-        ),
+        checks=tuple(checks),
     )
+
+
+def _ranks(config: Config) -> range:
+    """The ranks of the second part, which one alone does not need."""
+    return range(config.dcp if config.dcp > 1 else 0)
 
 
 def _choose(config: Config, device: torch.device, stages: Stages) -> dict[str, Explanation]:
@@ -108,11 +114,14 @@ def _choose(config: Config, device: torch.device, stages: Stages) -> dict[str, E
         BLOCK_SIZE, config.topk, compact=True, counts=True, token_limits=True, safe_lengths=True
     )
     share = replace(whole, dcp_size=config.dcp, dcp_interleave=config.interleave)
-    specs: tuple[tuple[str, Spec], ...] = (
-        ("remap", whole),
+    of_ranks: tuple[tuple[str, Spec], ...] = (
         ("dcp_filter", replace(share, safe_lengths=False)),
         ("dcp_filter", share),
         ("safe_lengths", SafeLengthsSpec()),
+    )
+    specs: tuple[tuple[str, Spec], ...] = (
+        ("remap", whole),
+        *(of_ranks if config.dcp > 1 else ()),
         ("flat_row_view", None),
     )
     start = time.perf_counter()  # not `timed`, which waits for a device that may not be there
@@ -149,5 +158,7 @@ def _exact(single: Share, shares: Sequence[Share]) -> list[Check]:
     ]
 
 
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
+def _empty_somewhere(shares: Sequence[Share]) -> int:
+    if not shares:
+        return 0
+    return int(torch.stack([share.counts == 0 for share in shares]).any(dim=0).sum())

@@ -34,7 +34,7 @@ class Config:
         trace: a file in JSON lines; None for the small trace of the package.
         requests: at most so many, the first of the trace.
         topk: tokens selected for each query row.
-        dcp: ranks of the second part.
+        dcp: ranks of the second part, which 1 leaves out.
         interleave: adjacent tokens that stay on one rank.
         heads: query heads.
         rows: query rows of each request, 1 + drafted tokens.
