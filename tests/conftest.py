@@ -27,6 +27,7 @@ def needed(package: str) -> Any:
 @pytest.fixture(autouse=True)
 def _selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No setting of the developer's shell reaches a test, and none of a test's reaches the next."""
+    monkeypatch.delenv("COLUMNS", raising=False)
     for name in [name for name in os.environ if name.startswith("MLA_INDEX_")]:
         monkeypatch.delenv(name)
     mla_index.set_default_backend(None)

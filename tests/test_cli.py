@@ -186,7 +186,8 @@ raise SystemExit(result.exit_code)
     assert done.returncode == 0, done.stderr
 
 
-def test_operations_that_share_an_answer_stand_above_its_backends():
+def test_operations_that_share_an_answer_stand_above_its_backends(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     lines = run("info", "--device", "cpu").stdout.splitlines()
     first = lines.index("backends on cpu") + 1
     found = [line.lstrip(" →").split(" ")[0] for line in lines[first:]]
