@@ -54,7 +54,10 @@ CONVERT = vllm_forms.NEEDED
 @pytest.fixture
 def source():
     if SOURCE is None:
-        pytest.skip("VLLM_SRC_FOR_TESTS names no folder with vLLM's sources")
+        pytest.skip(
+            "VLLM_SRC_FOR_TESTS names no folder with vLLM's sources (an unpacked wheel); "
+            "test_vllm_plugin.py has a stand-in"
+        )
     return Path(SOURCE)
 
 
