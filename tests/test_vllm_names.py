@@ -467,7 +467,10 @@ def test_a_workspace_is_kept_for_the_layers_of_a_step_and_never_longer():
     assert slots(2) == [73, 73]
     ids.set_(int32([-1, 0, 0]))
     assert slots(2) == [paged, 73]
-    assert slots(2, dcp_size=2, dcp_rank=0) == slots(2, dcp_size=2, dcp_rank=0)
+    assert slots(2, dcp_size=2, dcp_rank=0) == [-1, 70 + 1000 + 1]
+    kept = vllm._workspace(ids, starts, 1000, 2)
+    assert vllm._workspace(ids, starts, 1000, 2) is kept
+    assert vllm._workspace(ids, starts, 1001, 2) is not kept
     with pytest.raises(AssertionError, match="prefill_workspace_rank_stride must be an integer"):
         slots(2, prefill_workspace_rank_stride=True)
 
