@@ -18,8 +18,8 @@ import torch
 
 try:
     from mla_index.backends.numba import compile as compiler
-    from mla_index.backends.numba import kernels
-    from mla_index.backends.numba.arguments import Shape
+    from mla_index.backends.numba import kernels, launch
+    from mla_index.backends.numba.arguments import Shape, remap_launcher
     from mla_index.backends.numba.target import in_simulator
 except ImportError as error:
     if os.environ.get("CI"):
@@ -90,7 +90,7 @@ def plain(**changes: Any) -> kernels.RemapConfig:
     return compiler.remap_config(RemapSpec(64, 2048), 2)._replace(**changes)
 
 
-def check_machine_code(code: compiler.Compiled) -> None:
+def check_machine_code(code: compiler.Compiled, threads: int) -> None:
     """A cubin, whose registers hold everything and leave a full block room on the card."""
     assert code.code.startswith(b"\x7fELF"), code.log
     found = re.search(
@@ -100,7 +100,7 @@ def check_machine_code(code: compiler.Compiled) -> None:
     assert found.groups() == ("0", "0", "0")
     registers = re.search(r"Used (\d+) registers", code.log)
     assert registers is not None, code.log
-    assert int(registers[1]) <= 65_536 // (32 * compiler.MAX_WARPS)
+    assert int(registers[1]) <= 65_536 // threads
 
 
 def test_the_covering_set_covers_every_pair() -> None:
@@ -111,7 +111,8 @@ def test_the_covering_set_covers_every_pair() -> None:
 @pytest.mark.parametrize("index", range(len(ROWS)))
 def test_remap_compiles(index: int) -> None:
     row = ROWS[index]
-    check_machine_code(compiler.compiled(config_of(row), row["card"]))
+    threads = 32 * compiler.MAX_WARPS[row["groups"]]
+    check_machine_code(compiler.compiled(config_of(row), row["card"]), threads)
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -119,7 +120,7 @@ def test_remap_compiles(index: int) -> None:
     "spec", [SafeLengthsSpec(INT32, INT32), SafeLengthsSpec(INT64, INT32)], ids=["32-32", "64-32"]
 )
 def test_safe_lengths_compiles(card: tuple[int, int], spec: SafeLengthsSpec) -> None:
-    check_machine_code(compiler.compiled(spec, card))
+    check_machine_code(compiler.compiled(spec, card), launch.SAFE_LENGTHS_THREADS)
 
 
 # --- what the code looks like on sm_90 ----------------------------------------------------------
@@ -174,14 +175,26 @@ def test_every_launch_fits_a_block() -> None:
     """Threads and shared memory of every kernel at every width, and tiles that hold the row."""
     for slot, groups, compact in itertools.product(("int32", "int64"), (1, 2, 4), (False, True)):
         config = plain(slot=slot, groups=groups, compact=compact, counts=compact)
-        shape = Shape(config, 32, compiler.MAX_WARPS)
+        shape = Shape(config, 32, compiler.MAX_WARPS[groups])
         for topk in (1, 7, 512, 2048, 2051, 4224, 8192, 16384, 2**20 + 1):
             blocks, threads, shared = shape(topk)
             tile = threads * 4 * groups
-            assert 32 <= threads <= 32 * compiler.MAX_WARPS
+            assert 32 <= threads <= 32 * compiler.MAX_WARPS[groups] <= 1024
             assert shared <= 48 * 1024
             assert not compact or shared >= (tile + 32 + 3) * (8 if slot == "int64" else 4)
             assert blocks == (1 if compact else -(-topk // tile))
+
+
+def test_more_rows_than_a_grid_takes_are_refused() -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("launched")
+
+    launch_remap = remap_launcher(RemapSpec(64, 1), never, never, never)
+    rows = torch.zeros((1, 1), dtype=INT32).expand(2**31, 1)
+    with pytest.raises(ValueError, match="numba launches up to 2147483647 rows a call, got 21474"):
+        launch_remap(
+            None, rows[:1], rows, rows, None, None, None, None, None, None, 0, 64, 0, 9, 9, -1
+        )
 
 
 def test_configurations_share_kernels() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_index.backends.numba.kernels import ABSENT, GROUP, MARGIN, TOTALS, RemapConfig
 from mla_index.specs import DTYPE_MAX, RemapSpec
 
-MAX_GRID_Y = 65_535
+MAX_GRID_X, MAX_GRID_Y = 2**31 - 1, 65_535
 
 MAX_SHARED_BYTES = 48 * 1024
 """What a block may have of shared memory without asking the driver for more."""
@@ -50,6 +50,10 @@ def remap_launcher(
         pad: int,
     ) -> None:  # fmt: skip
         rows, topk = token_indices.shape
+        if rows > MAX_GRID_X:
+            raise ValueError(
+                f"numba launches up to {MAX_GRID_X} rows a call, got {rows}: split the call by rows"
+            )
         token_row, token_step = token_indices.stride()
         table_row, table_step = block_table.stride()
         table_rows, width = block_table.shape

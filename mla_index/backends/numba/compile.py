@@ -20,19 +20,19 @@ from mla_index.backends.numba import kernels
 from mla_index.backends.numba.target import on_card
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
-MAX_WARPS = 16
-"""Warps of a block. Two such blocks fill a multiprocessor, and a tile of int64 fits in 48 KiB."""
-
-GROUPS_FOR_FEW_ROWS = {1: 1, 4096: 2}
+GROUPS_FOR_FEW_ROWS = {1: 1, 8192: 2, 16384: 4}
 """Groups of columns of a lane, by the smallest width class that takes so many: as few as leave the
-row in one tile, since a card with rows to spare for every multiprocessor waits for the longest."""
+row in one tile, since a card with multiprocessors to spare waits for the longest row."""
 
 GROUPS_FOR_MANY_ROWS = {1: 1, 256: 2, 512: 4}
 """The same where rows wait for multiprocessors: a lane's other work is shared by more columns."""
 
-RESIDENT_BLOCKS = {1: 4, 2: 4, 4: 2}
-"""Blocks of the most warps that shall fit a multiprocessor's registers, by groups of a lane; int64
-needs twice the registers, and so gets half the blocks."""
+MAX_WARPS = {1: 32, 2: 32, 4: 16}
+"""Warps of a block, by groups of a lane."""
+
+RESIDENT_BLOCKS = {1: 2, 2: 1, 4: 2}
+"""Blocks of the most warps that shall fit a multiprocessor's registers, by groups of a lane, where
+nothing is int64 and there is no workspace; those need more registers, and get one block."""
 
 Config = kernels.RemapConfig | SafeLengthsSpec
 
@@ -118,10 +118,10 @@ def to_ptx(config: Config, capability: tuple[int, int]) -> tuple[str, str]:
 def _launch_bounds(config: Config) -> tuple[int, int]:
     """Threads of a block at most, and blocks of a multiprocessor at least."""
     if isinstance(config, SafeLengthsSpec):
-        return 32 * MAX_WARPS, 1
-    blocks = RESIDENT_BLOCKS[config.groups]
+        return 1024, 1
     wide = "int64" in (config.token, config.table, config.slot)
-    return 32 * MAX_WARPS, blocks // 2 if wide or config.workspace else blocks
+    blocks = 1 if wide or config.workspace else RESIDENT_BLOCKS[config.groups]
+    return 32 * MAX_WARPS[config.groups], blocks
 
 
 def _source(config: Config) -> tuple[Callable[..., None], tuple[str, ...], dict[str, str]]:

@@ -29,9 +29,9 @@ Start = Callable[[int, int, int, int, Sequence[Any]], None]
 
 SAFE_LENGTHS_THREADS = 128
 
-MANY_COLUMNS = 2048 * 8
-"""Columns of a call for each multiprocessor from which on there are many rows: lanes that take one
-group of columns would fill it four times over."""
+MANY_COLUMNS = 7_500
+"""Columns of a call for each multiprocessor from which on there are many rows; lanes that take one
+group of columns would fill it almost twice over. Measured on an H200: see docs/performance.md."""
 
 
 def build(spec: RemapSpec | SafeLengthsSpec, device: torch.device) -> Kernel:
@@ -101,7 +101,8 @@ class _Variants:
                     f"first use of numba's remap for this configuration on {self._device} inside "
                     "a CUDA graph capture: call mla_index.warmup before the capture"
                 )
-        return _starter(config, self._device), Shape(config, 32, compiler.MAX_WARPS)
+        shape = Shape(config, 32, compiler.MAX_WARPS[config.groups])
+        return _starter(config, self._device), shape
 
 
 # --- the driver ---------------------------------------------------------------------------------
