@@ -1,6 +1,7 @@
 """Refusing bad arguments, in one place: which argument, what it was, what is taken.
 
-`operations.py` calls the functions here; no backend checks anything. Two kinds: `…_fits` runs at
+`operations.py` calls the functions here. Backends check nothing but what concerns them alone: the
+torch backend, that torch's operations may write the outputs. Two kinds: `…_fits` runs at
 every call, answers the common case in a microsecond and names nothing; the rest may take its time,
 since it runs once for a configuration, or where something is unusual or wrong.
 """

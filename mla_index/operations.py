@@ -304,7 +304,7 @@ def _remap(
             token_limits, ws_request_ids, ws_starts, 0 if dcp is None else dcp.rank,
             block_stride_rows, rank_stride, last_slot, last_ws_row, pad,
         )  # fmt: skip
-    except RuntimeError:
+    except RuntimeError:  # a layout without strides may have passed the quick checks: look closer
         checks.remap_tensors(inputs, outputs, in_place=not compact)
         raise
     return Remapped(out, counts_out, lengths_out)

@@ -89,8 +89,8 @@ class Kernel(NamedTuple):
     """What `Backend.build` returns: a launcher for one configuration on one device.
 
     Args:
-        launch: the hot path, called with `LAUNCH_PARAMETERS[op]`. It selects, checks and allocates
-            nothing, and returns None (`flat_row_view` returns a `FlatRows`). It launches on torch's
+        launch: the hot path, called with checked arguments and outputs that exist, as
+            `LAUNCH_PARAMETERS[op]` lists them. It returns None (`flat_row_view` a `FlatRows`). It launches on torch's
             current stream of the tensors' device, read at each call, and leaves torch's current
             device as it found it.
         warm: compiles whatever a later launch of this configuration could need (every alignment
@@ -257,7 +257,8 @@ def register(backend: Backend) -> None:
     """
     faults = contract_faults(backend)
     if faults:
-        raise InvalidBackend(f"{backend!r} is no backend: {'; '.join(faults)}")
+        what = getattr(backend, "__name__", type(backend).__name__)
+        raise InvalidBackend(f"{what} is no backend: {'; '.join(faults)}")
     with _lock:
         if backend.name in BUILT_IN or backend.name in _plugins():
             raise ValueError(f"{backend.name!r} is the name of a built-in or installed backend")

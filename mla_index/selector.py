@@ -178,8 +178,10 @@ def _request(backend: Names, source: str | None = None) -> tuple[str, ...] | Non
     for name in asked:
         if name not in ("auto", *registry.names()):
             asks = f"{source} asks for {name!r}, but " if source else ""
+            commas = " (an order of several is a list of names)" if "," in name else ""
             raise UnknownBackend(
-                f"{asks}no backend is named {name!r}; there are {', '.join(registry.names())}"
+                f"{asks}no backend is named {name!r}{commas}; "
+                f"there are {', '.join(registry.names())}"
             )
     return asked
 

@@ -47,7 +47,7 @@ def integer(value: object, name: str) -> int:
 def index_dtype(value: object, name: str) -> torch.dtype:
     """`value` if it is one of `INDEX_DTYPES`, else `TypeError`."""
     if not isinstance(value, torch.dtype) or value not in INDEX_DTYPES:
-        raise TypeError(f"{name} must be torch.int32 or torch.int64, got {value}")
+        raise TypeError(f"{name} must be torch.int32 or torch.int64, got {value!r}")
     return value
 
 

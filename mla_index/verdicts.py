@@ -119,6 +119,9 @@ def _broken_check(error: BaseException) -> str:
 def kernel_for(name: str, op: str, spec: Spec, device: torch.device) -> Kernel:
     """Step 3, once for a configuration, whichever requests lead to it; the caller holds `lock`.
 
+    A kernel whose backend went away while it was being built is returned, but not kept: its name
+    may belong to another by now.
+
     Raises:
         InvalidBackend: what the backend built does not keep the contract.
         NotWarm: this first use falls into a CUDA graph capture.
@@ -127,9 +130,11 @@ def kernel_for(name: str, op: str, spec: Spec, device: torch.device) -> Kernel:
     kernel = _kernels.get(key)
     if kernel is None:
         _refuse_in_capture(op, f"{op!r}, {shown(spec)}", device)
+        generation = _generation
         backend = registry.load(name)
         kernel = registry.check_kernel(backend, op, backend.build(op, spec, device))
-        _kernels[key] = kernel
+        if generation == _generation:
+            _kernels[key] = kernel
     return kernel
 
 

@@ -50,6 +50,7 @@ def test_each_breach_is_named(changes, told):
 def test_every_breach_is_listed_at_once():
     with pytest.raises(mla_index.InvalidBackend) as caught:
         mla_index.register(SimpleNamespace())
+    assert str(caught.value).startswith("SimpleNamespace is no backend: ")
     for part in ("name", "contract_version", "limits", "unavailable", "unsupported", "build"):
         assert part in str(caught.value)
 

@@ -194,6 +194,11 @@ def test_an_unknown_name_is_an_error_that_lists_the_valid_ones(how, monkeypatch)
         ask()
 
 
+def test_names_in_one_string_are_told_apart_from_a_list():
+    with pytest.raises(mla_index.UnknownBackend, match="order of several is a list of names"):
+        first_slot(backend="cupy,torch")
+
+
 @pytest.mark.parametrize(
     ("backend", "error"), [([], ValueError), (None, TypeError), (3, TypeError), ([3], TypeError)]
 )

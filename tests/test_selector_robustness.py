@@ -208,6 +208,22 @@ def test_a_choice_that_was_out_of_date_when_made_is_not_kept():
     assert all(key[3] != ("meddling",) for key in selector._choices)
 
 
+def test_a_kernel_whose_backend_went_while_it_was_built_is_not_kept():
+    """While `first` builds, `second` takes its name: it must not be served `first`'s kernel."""
+    second = Recording("name", 2)
+
+    class Replaced(Recording):
+        def build(self, op, spec, device):
+            mla_index.unregister("name")
+            mla_index.register(second)
+            return super().build(op, spec, device)
+
+    mla_index.register(Replaced("name", 1))
+    assert first_slot(backend="name") == 1
+    assert first_slot(backend="name") == 2
+    assert second.built == 1
+
+
 def test_what_only_looks_like_our_types_is_refused_warm_or_cold():
     from types import SimpleNamespace
 

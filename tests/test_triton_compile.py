@@ -195,3 +195,12 @@ def test_no_register_spills(name: str, tmp_path: Any) -> None:
 def test_a_configuration_has_few_kernels(wants: str, topk: int) -> None:
     kernels = variants.remap_variants(RemapSpec(64, topk, **WANTS[wants]))
     assert len(kernels) == len({str(kernel) for kernel in kernels}) <= 9
+
+
+@pytest.mark.parametrize(("topk", "rows"), [(1, 2**31), (16384, 2**27)])
+def test_more_programs_than_a_grid_takes_are_refused(topk: int, rows: int) -> None:
+    launch = needed("mla_index.backends.triton.launch")
+    cuts = launch._Cuts(RemapSpec(64, topk))
+    cuts.numbers(True, rows // 32, topk, 512, 64, 2**31 - 1)
+    with pytest.raises(ValueError, match=f"up to 2147483647 programs a call, and {rows} rows of"):
+        cuts.numbers(True, rows, topk, 512, 64, 2**31 - 1)

@@ -81,9 +81,9 @@ class _Functions:
     def __init__(
         self, op: str, variants: tuple[Variant, ...], device: torch.device, runtime: Runtime
     ) -> None:
+        self.variants = variants
         self.loaded: list[Function | None] = [None] * len(variants)
         self._op = op
-        self.variants = variants
         self._device = device
         self._runtime = runtime
 

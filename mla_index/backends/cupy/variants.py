@@ -83,11 +83,12 @@ def few_rows(spec: RemapSpec) -> int:
 def layout(spec: RemapSpec, *, vector: bool, many: bool = False) -> Layout:
     """The layout of a configuration, from its width class and dtypes; measured on an H200.
 
-    Ordinary calls have more entries a thread, for as long as that costs few registers. With many
-    rows, wide ones walk small tiles: small blocks overlap better.
+    Ordinary calls (32 bits, no workspace) have more entries a thread, for as long as that costs few
+    registers. Where there are many rows, those of 2048 columns and more walk small tiles: small
+    blocks overlap better.
     """
-    wide = torch.int64 in (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
-    ordinary = vector and not wide and not spec.workspace
+    dtypes = (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
+    ordinary = vector and torch.int64 not in dtypes and not spec.workspace
     items = 8 if ordinary else 4
     if spec.topk <= 32 * (16 if ordinary and not spec.compact else items):
         return Layout(max(4, spec.topk // 32), True, True, False, 1)

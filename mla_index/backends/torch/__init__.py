@@ -74,7 +74,7 @@ def _writing(outputs: dict[str, int], kernel: Callable[..., None]) -> Callable[.
                 tensor = arguments[place]
                 if isinstance(tensor, torch.Tensor) and tensor.is_inference():
                     raise ValueError(
-                        f"{name} was made in inference mode, where alone torch lets it be written: "
+                        f"{name} was made in inference mode, and torch writes it only there: "
                         "call within torch.inference_mode(), or make it outside"
                     )
         kernel(*arguments)

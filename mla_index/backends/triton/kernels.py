@@ -238,10 +238,10 @@ def remap(
     the dtype of what it bounds; `last_local` is the last token that the table's width has room for.
 
     `PLAN` says how the programs share a row: `tile`: one program, one tile; `walk`: one program
-    walks the tiles of a row wider than one; `split`: `pieces` programs with a tile each, which
-    (compacting) count for themselves what is valid in the tiles before theirs. `TAIL` is how many
-    columns may be left over after whole tiles; where it is as much as `TILE`, every access is
-    masked. `DENSE`: the columns of tokens and table are adjacent.
+    walks the tiles of a row that is wider than one tile; `split`: `pieces` programs with a tile
+    each, which (compacting) count for themselves what is valid in the tiles before theirs. `TAIL`
+    is how many columns may be left over after whole tiles; where it is as much as `TILE`, every
+    access is masked. `DENSE`: the columns of tokens and table are adjacent.
 
     Tokens are asked for as early as can be: with the row's own numbers, and of the next tile
     before this one is stored. What every kernel needs stands first among the parameters, since
@@ -265,7 +265,7 @@ def remap(
     lanes = tl.arange(0, TILE)
     first = piece * TILE
     if PLAN == "split" and COMPACT:
-        first = first * 0
+        first = first * 0  # it counts from the row's beginning; a plain 0 would have another type
     token = _tokens(first + lanes, topk, token_row, token_stride, DENSE, MASKED)
     whole = topk if MASKED else topk // TILE * TILE
     if PLAN == "walk" and not MASKED and TAIL > 0:

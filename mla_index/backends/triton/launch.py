@@ -28,6 +28,9 @@ INTERPRETED = not isinstance(kernels.remap, triton.JITFunction)
 
 INT64 = torch.int64
 
+MAX_PROGRAMS = 2**31 - 1
+"""What the first axis of a grid takes."""
+
 # --- compiled kernels on a device ---------------------------------------------------------------
 
 _lock = threading.Lock()
@@ -225,9 +228,15 @@ class _Cuts:
             if even is not None and topk % even.tile <= even.tail:
                 shape = even
         pieces = -(-topk // shape.tile) if shape.plan == "split" else 1
+        programs = rows * pieces
+        if programs > MAX_PROGRAMS:
+            raise ValueError(
+                f"triton launches up to {MAX_PROGRAMS} programs a call, and {rows} rows of "
+                f"{topk} columns need {programs}: split the call by rows"
+            )
         return _Numbers(
             self.place[dense, shape],
-            rows * pieces,
+            programs,
             pieces,
             *variants.inverse(pieces),
             min(columns * self.spec.block_size - 1, DTYPE_MAX[self.spec.token_dtype]),

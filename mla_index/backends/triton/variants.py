@@ -105,8 +105,8 @@ COMPACT_WIDE = {
     8192: (_split(64, 1024, 4), _walk(ANY, 1024, 4)),
     16384: (_walk(ANY, 1024, 4),),
 }
-"""The same with int64 tokens, table or slots: walking 2048 columns, a thread has not registers
-enough for 16 entries and the tokens of the next tile."""
+"""The same with int64 tokens, table or slots: where a program walks 2048 columns, a thread's
+registers do not hold 16 entries and the tokens of the next tile."""
 
 
 def steps(spec: RemapSpec) -> tuple[Step, ...]:
@@ -225,7 +225,7 @@ def inverse(pieces: int) -> tuple[int, int]:
     """`(m, s)` such that `n // pieces == n * m >> s` for every n of 31 bits, in 64-bit arithmetic.
 
     T. Granlund, P. L. Montgomery: Division by invariant integers using multiplication, 1994,
-    theorem 4.2: with l = ceil(log2(pieces)), m = 2**(31 + l) // pieces + 1 does; it has 33 bits.
+    theorem 4.2: with l = ceil(log2(pieces)), m = 2**(31 + l) // pieces + 1 does; it has 32 bits.
     """
     shift = 31 + (pieces - 1).bit_length()
     return (1 << shift) // pieces + 1, shift
