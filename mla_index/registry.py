@@ -90,9 +90,9 @@ class Kernel(NamedTuple):
 
     Args:
         launch: the hot path, called with checked arguments and outputs that exist, as
-            `LAUNCH_PARAMETERS[op]` lists them. It returns None (`flat_row_view` a `FlatRows`). It launches on torch's
-            current stream of the tensors' device, read at each call, and leaves torch's current
-            device as it found it.
+            `LAUNCH_PARAMETERS[op]` lists them. It returns None (`flat_row_view` a `FlatRows`). It
+            launches on torch's current stream of the tensors' device, read at each call, and leaves
+            torch's current device as it found it.
         warm: compiles whatever a later launch of this configuration could need (every alignment
             and size class) and returns how many compiled kernels that makes. A backend that
             compiles nothing leaves it out.
