@@ -124,16 +124,22 @@ def test_the_host_is_compared_at_the_same_shape():
 
 
 def test_vllms_names_are_compared_with_what_allocates_alike():
+    """By lower quartiles: the median of one, here, has a neighbour in it."""
+
+    def timed(provider, low, operation="remap_counts", disturbed=0.0, **other):
+        return host(operation, provider, low + disturbed, low=low, high=low + 9.0, **other)
+
+    eight = {"operation": "dcp_filter", "dcp": 8}
     rows = [
-        host("dcp_filter", "vllm 0.33.0, outputs allocated", 80.0, dcp=8),
-        host("remap_counts", "vllm 0.33.0", 60.0),
-        host("remap_counts", "auto", 14.0),
-        host("remap_counts", "auto by vLLM's names", 15.5),
-        host("remap_counts", "auto, outputs allocated", 21.0),
-        host("remap_counts", "auto by vLLM's names, outputs allocated", 22.0),
-        host("dcp_filter", "auto", 14.0, dcp=8),
-        host("dcp_filter", "auto, outputs allocated", 21.0, dcp=8),
-        host("dcp_filter", "auto by vLLM's names, outputs allocated", 22.75, dcp=8),
+        timed("vllm 0.33.0, outputs allocated", 80.0, **eight),
+        timed("vllm 0.33.0", 60.0),
+        timed("auto", 14.0),
+        timed("auto by vLLM's names", 15.5, disturbed=4.0),
+        timed("auto, outputs allocated", 21.0),
+        timed("auto by vLLM's names, outputs allocated", 22.0),
+        timed("auto", 14.0, **eight),
+        timed("auto, outputs allocated", 21.0, **eight),
+        timed("auto by vLLM's names, outputs allocated", 22.75, **eight),
     ]
     found = answer("vLLM's names over the native function", record(*rows))
     assert found.reached == (
@@ -142,8 +148,9 @@ def test_vllms_names_are_compared_with_what_allocates_alike():
     )
     assert (found.ask_met, found.points) == (True, 3)
     assert answer("over vLLM's convert", record(*rows)).reached.value == pytest.approx(14 / 60)
-    rows.append(host("flat_row_view", "auto, outputs allocated", 3.0, topk=0))
-    rows.append(host("flat_row_view", "auto by vLLM's names, outputs allocated", 5.5, topk=0))
+    view = {"operation": "flat_row_view", "topk": 0}
+    rows.append(timed("auto, outputs allocated", 3.0, **view))
+    rows.append(timed("auto by vLLM's names, outputs allocated", 5.5, **view))
     assert answer("vLLM's names over the native function", record(*rows)).ask_met is False
 
 

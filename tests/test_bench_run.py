@@ -169,7 +169,7 @@ def test_host_time_is_that_of_a_call():
         for number in range(2000):
             total += number
 
-    one = measure.host_time(call, torch.device("cpu"), number=20, rounds=3)
+    (one,) = measure.host_times([call], torch.device("cpu"), number=20, rounds=3)
     assert 5 < one.median < 100_000
     assert one.low <= one.median <= one.high
 

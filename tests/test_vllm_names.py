@@ -451,12 +451,12 @@ def test_a_request_beyond_the_mapping_has_no_slots():
 
 def test_a_workspace_is_kept_for_the_layers_of_a_step_and_never_longer():
     """The same tensors again, of which something has changed: contents, memory, rows, stride."""
-    ids, starts = int32([0, 0, -1]), int32([50])
+    ids, starts, stride = int32([0, 0, -1]), int32([50]), int("1000")
 
     def slots(rows, **changed):
         keywords = {
             "HAS_PREFILL_WORKSPACE": True, "prefill_workspace_request_ids": ids,
-            "prefill_workspace_starts": starts, "prefill_workspace_rank_stride": 1000, **changed,
+            "prefill_workspace_starts": starts, "prefill_workspace_rank_stride": stride, **changed,
         }  # fmt: skip
         return [row[0] for row in call([[3]] * rows, **keywords)]
 
@@ -468,9 +468,17 @@ def test_a_workspace_is_kept_for_the_layers_of_a_step_and_never_longer():
     ids.set_(int32([-1, 0, 0]))
     assert slots(2) == [paged, 73]
     assert slots(2, dcp_size=2, dcp_rank=0) == [-1, 70 + 1000 + 1]
-    kept = vllm._workspace(ids, starts, 1000, 2)
-    assert vllm._workspace(ids, starts, 1000, 2) is kept
-    assert vllm._workspace(ids, starts, 1001, 2) is not kept
+    assert slots(3, prefill_workspace_rank_stride=0) == [paged, 73, 73]
+    for rows in (2, 3):
+        kept = vllm._workspace(ids, starts, stride, rows)
+        assert vllm._workspace(ids, starts, stride, rows) is kept
+        assert vllm._workspace(ids, starts, stride + 1, rows) is not kept
+    ids.set_(int32([0, -1, 0]))
+    assert slots(3) == [73, paged, 73]
+    ids.set_(int32([0, -1]))
+    with pytest.raises(AssertionError, match="must cover the same tokens, got 2 and 3 rows"):
+        slots(3)
+    assert slots(2) == [73, paged]
     with pytest.raises(AssertionError, match="prefill_workspace_rank_stride must be an integer"):
         slots(2, prefill_workspace_rank_stride=True)
 
@@ -488,9 +496,10 @@ class Gathers(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not-strict"])
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_a_workspace_can_be_exported(strict):
     """And nothing that was traced is kept for the eager call after it."""
-    tokens = torch.arange(256, dtype=I32).view(2, 128)
+    tokens = int32(range(256)).view(2, 128)
     arguments = (int32([0, 1]), int32([[5, 6], [8, 9]]), tokens, int32([0, -1]), int32([400]))
     slots, counts = Gathers()(*arguments)
     program = torch.export.export(Gathers(), arguments, strict=strict)

@@ -402,3 +402,23 @@ def test_only_racing_programs_may_change_the_order():
         vllm_equality.check_equal(one, other, "slots")
     with pytest.raises(vllm_equality.Unequal, match="1 of 3 values differ"):
         vllm_equality.check_equal(one, torch.tensor([[2, 2, -1]]), "slots", in_order=False)
+
+
+class Timed:
+    """Stands for a graph that takes the next of some times at each replay."""
+
+    def __init__(self, *times):
+        self.times, self.samples = times, []
+
+    def replay(self):
+        self.samples.append(self.times[len(self.samples) % len(self.times)])
+
+
+@pytest.mark.parametrize(("times", "more"), [((2.0, 2.1), False), ((2.0, 2.4), True)])
+def test_times_that_vary_are_taken_more_often_of_all(times, more):
+    graphs = [Timed(1.0), Timed(*times)]
+    found = vllm_timing.settled_times(graphs, lambda: False)
+    replays = vllm_timing.ROUNDS + more * vllm_timing.MORE_ROUNDS
+    assert [len(graph.samples) for graph in graphs] == [replays] * 2
+    assert found[0].median == 1.0
+    assert found[1].low in times

@@ -133,11 +133,6 @@ def graph_times(graphs: Sequence[Graph], rounds: int, late: Late) -> list[Sample
     return [summary(graph.samples) for graph in graphs]
 
 
-def host_time(call: Call, device: torch.device, *, number: int, rounds: int = 5) -> Sample:
-    """Microseconds that a call keeps the host, in a loop without synchronisation."""
-    return host_times([call], device, number=number, rounds=rounds)[0]
-
-
 def host_times(
     calls: Sequence[Call], device: torch.device, *, number: int, rounds: int
 ) -> list[Sample]:

@@ -87,11 +87,13 @@ def triton_convert_req_index_to_global_index(
         or NUM_TOPK_TOKENS % BLOCK_N
     ):
         _refuse_indices(req_id, block_table, token_indices, NUM_TOPK_TOKENS, BLOCK_N)
-    if out is not None:
+    if out is not None and (out.dtype is not INT32 or not out.is_contiguous()):
         _check_plain(out, "out")
     if not return_valid_counts:
         valid_counts_out = None
-    elif valid_counts_out is not None:
+    elif valid_counts_out is not None and (
+        valid_counts_out.dtype is not INT32 or not valid_counts_out.is_contiguous()
+    ):
         _check_plain(valid_counts_out, "valid_counts_out")
     if idx_mapping is not None:
         _check_plain(idx_mapping, "idx_mapping")
@@ -273,16 +275,25 @@ _dcp = lru_cache(maxsize=256, typed=True)(Dcp)
 
 
 class _Made(NamedTuple):
-    """A workspace and what it was made of."""
+    """A workspace and what it was made of.
+
+    `memory` is where the ids lay, if the workspace has a part of them: the tensor may since have
+    been given other memory in place. A workspace that has the tensor itself goes along.
+    """
 
     request_ids: torch.Tensor
     starts: torch.Tensor
-    numbers: tuple[object, ...]
+    rank_stride: int | None
+    rows: int
+    memory: tuple[object, ...] | None
     workspace: PrefillWorkspace
 
 
 _latest: _Made | None = None
-"""The last one, kept for a caller that passes the same tensors in every layer of a step."""
+"""The last one, kept for a caller that passes the same objects in every layer of a step."""
+
+# As in `operations`, a constant to a compiler.
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 def _workspace(
@@ -292,25 +303,28 @@ def _workspace(
     num_tokens: int,
 ) -> PrefillWorkspace:
     global _latest
-    if type(request_ids) is not torch.Tensor or torch.compiler.is_compiling():
+    if type(request_ids) is not torch.Tensor or _compiling():
         # What is traced has no address, and must not be kept.
         return _made_workspace(request_ids, starts, rank_stride, num_tokens)
-    kept = _latest
-    if kept is not None and kept.request_ids is request_ids and kept.starts is starts:
-        numbers = _numbers(request_ids, rank_stride, num_tokens)
-        if kept.numbers == numbers:
-            return kept.workspace
+    if _latest is not None:
+        ids, of, stride, rows, memory, workspace = _latest
+        if (
+            ids is request_ids
+            and of is starts
+            and stride is rank_stride
+            and rows == num_tokens
+            and (memory is None or memory == _memory(request_ids))
+        ):
+            return workspace
     workspace = _made_workspace(request_ids, starts, rank_stride, num_tokens)
     if starts is not None:
-        numbers = _numbers(request_ids, rank_stride, num_tokens)
-        _latest = _Made(request_ids, starts, numbers, workspace)
+        memory = None if workspace.request_ids is request_ids else _memory(request_ids)
+        _latest = _Made(request_ids, starts, rank_stride, num_tokens, memory, workspace)
     return workspace
 
 
-def _numbers(request_ids: torch.Tensor, rank_stride: object, rows: int) -> tuple[object, ...]:
-    """What the same tensors may come with: also other memory, given to them in place."""
-    memory = (request_ids.data_ptr(), request_ids.shape, request_ids.stride())
-    return type(rank_stride), rank_stride, rows, *memory
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _made_workspace(
