@@ -194,9 +194,13 @@ def test_the_summary_shows_measured_columns_alone():
     found = record(
         gpu("copy", "torch", 1, 1.3), gpu("copy", "torch", 32768, 128.4),
         gpu("remap", "triton", 1, 1.62),
-        Row("host_us", 12.34, "remap_counts", "auto", rows=32, **UNIFORM),
+        Row("host_us", 18.0, "remap_counts", "auto", rows=32, **UNIFORM),
     )  # fmt: skip
-    text = pages.summary(found, record(gpu("remap", "vllm 0.33.0", 32768, 325.0)))
+    compared = record(
+        gpu("remap", "vllm 0.33.0", 32768, 325.0), host("remap_counts", "auto", 12.34),
+        host("remap_counts", "vllm 0.33.0", 61.0),
+    )  # fmt: skip
+    text = pages.summary(found, compared)
     assert text.splitlines()[0] == "| µs on the device, T = | 1 | 32768 |"
     assert "| copy of the same bytes | 1.3 | 128 |" in text
     assert "| remap, triton | 1.6 | – |" in text
@@ -204,7 +208,8 @@ def test_the_summary_shows_measured_columns_alone():
     assert "cupy" not in text
     assert "a card, driver 1; torch 2.11, triton 3.6; 2026-01-02; sources `0123456789ab`" in text
     assert "10% of the entries −1" in text
-    assert "costs the host 12.3 µs" in text
+    assert "costs the host 12.3 µs; vllm 0.33.0's own, in turn with it, 61.0 µs." in text
+    assert "costs the host" not in pages.summary(found)
 
 
 def test_the_summary_tells_how_triton_does_beside_vllm():

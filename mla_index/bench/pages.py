@@ -116,14 +116,25 @@ def summary(record: Record, comparison: Record | None = None) -> str:
         ["µs on the device, T =", *map(str, shown)],
         ([title, *(_number(of.get(t)) for t in shown)] for title, of in lines if of),
     )
-    host = table.value("host_us", operation="remap_counts", provider="auto")
-    told = [
-        f"{_where(record)}; K = {TOPK}, {_valid(table)}; by graph replay, median."
-        + (f" A call of `remap` with counts costs the host {host:.1f} µs." if host else "")
-    ]
+    told = [f"{_where(record)}; K = {TOPK}, {_valid(table)}; by graph replay, median."]
     if comparison is not None:
-        told += _beside(comparison)
+        told += [*_host_beside(comparison), *_beside(comparison)]
     return "\n".join([*body, "", *told])
+
+
+def _host_beside(comparison: Record) -> Iterator[str]:
+    """What a call costs the host; from the comparison, where many rounds take turns."""
+    table = Table(rows_of(comparison))
+    vllm = vllm_in(table)
+    ours, theirs = (
+        table.value("host_us", operation="remap_counts", provider=provider, topk=TOPK)
+        for provider in ("auto", vllm)
+    )
+    if ours and theirs:
+        yield (
+            f"A call of `remap` with counts, outputs given, costs the host {ours:.1f} µs; "
+            f"{vllm}'s own, in turn with it, {theirs:.1f} µs."
+        )
 
 
 def _beside(comparison: Record) -> Iterator[str]:
