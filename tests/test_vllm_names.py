@@ -475,6 +475,8 @@ def test_a_workspace_is_kept_for_the_layers_of_a_step_and_never_longer():
         assert vllm._workspace(ids, starts, stride + 1, rows) is not kept
     ids.set_(int32([0, -1, 0]))
     assert slots(3) == [73, paged, 73]
+    ids.set_(int32([0, -1, 0, 0]))
+    assert slots(3) == [73, paged, 73]
     ids.set_(int32([0, -1]))
     with pytest.raises(AssertionError, match="must cover the same tokens, got 2 and 3 rows"):
         slots(3)

@@ -278,7 +278,7 @@ class _Made(NamedTuple):
     """A workspace and what it was made of.
 
     `memory` is where the ids lay, if the workspace has a part of them: the tensor may since have
-    been given other memory in place. A workspace that has the tensor itself goes along.
+    been given other memory in place. A workspace that has the tensor itself goes along with that.
     """
 
     request_ids: torch.Tensor
@@ -313,7 +313,7 @@ def _workspace(
             and of is starts
             and stride is rank_stride
             and rows == num_tokens
-            and (memory is None or memory == _memory(request_ids))
+            and (request_ids.shape[0] == rows if memory is None else memory == _memory(request_ids))
         ):
             return workspace
     workspace = _made_workspace(request_ids, starts, rank_stride, num_tokens)
