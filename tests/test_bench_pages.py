@@ -49,11 +49,17 @@ def test_the_worst_ratio_to_the_copy_counts():
         gpu("remap", "triton", 8192, 42.0),
         gpu("remap", "triton", 8192, 99.0, topk=512),  # another K
     ]
-    found = answer("Triton, remap without counts", record(*rows))
+    plain = "Triton, remap without counts, T ≥ 2048, "
+    found = answer(f"{plain}K = 2048", record(*rows))
     assert found.reached == (pytest.approx(1.12), "triton remap at T = 2048, K = 2048")
     assert (found.ask_met, found.stretch_met, found.points) == (True, False, 2)
+    rows.append(gpu("copy", "torch", 8192, 10.0, topk=512))
+    assert answer(f"{plain}K = 2048", record(*rows)).reached == found.reached
+    wide = answer(f"{plain}every K", record(*rows))
+    assert wide.reached == (pytest.approx(9.9), "triton remap at T = 8192, K = 512")
+    assert wide.ask_met is None
     rows.append(gpu("dcp_filter", "triton", 2048, 14.6, dcp=8))
-    found = answer("Triton, remap with counts or dcp_filter", record(*rows))
+    found = answer("Triton, remap with counts or dcp_filter, T ≥ 2048, K = 2048", record(*rows))
     assert found.reached == (
         pytest.approx(1.46),
         "triton dcp_filter, 8 ranks at T = 2048, K = 2048",
@@ -63,7 +69,8 @@ def test_the_worst_ratio_to_the_copy_counts():
 
 def test_ratios_are_taken_within_one_record():
     one, other = record(gpu("copy", "torch", 2048, 1.0)), record(gpu("remap", "triton", 2048, 9.0))
-    assert answer("Triton, remap without counts", one, other).reached is None
+    name = "Triton, remap without counts, T ≥ 2048, K = 2048"
+    assert answer(name, one, other).reached is None
 
 
 @pytest.mark.parametrize(
@@ -254,6 +261,8 @@ def test_the_host_beside_vllm_shows_how_and_each_width():
         host("flat_row_view", "auto, outputs allocated", 3.0, topk=0), kind="compare",
     )  # fmt: skip
     text = pages.beside_vllm(found | {"host_method": "in 3 rounds"})
+    assert "~" not in text
+    assert "Beware" not in text
     for told in (
         "compare-test.json", "Timed in 3 rounds.",
         "| µs on the host | auto | auto, outputs allocated |",
@@ -261,6 +270,25 @@ def test_the_host_beside_vllm_shows_how_and_each_width():
         "| flat_row_view | – | 3.0 |",
     ):  # fmt: skip
         assert told in text
+
+
+def test_times_that_are_noise_are_told_from_others():
+    rows = [
+        host("remap", "auto", 14.0, low=13.9, high=14.2),
+        host("remap", "vllm 0.33.0", 60.0, low=50.0, high=70.0),
+    ]
+    text = pages.beside_vllm(record(*rows, kind="compare") | {"host_method": "in 3 rounds"})
+    assert "| remap | 14.0 | ~60.0 |" in text
+    assert "~: the quartiles are more than 25% of the median apart." in text
+    assert "Beware: 1 of 2 times on the host or the CPU have quartiles more than 25%" in text
+
+
+def test_the_summary_tells_how_far_the_comparison_is_from_what_stands_beside_it():
+    found = record(gpu("copy", "torch", 32, 1.0), gpu("remap", "triton", 32, 2.0))
+    compared = record(gpu("remap", "vllm 0.33.0", 32, 3.0), gpu("remap", "triton", 32, 2.1))
+    assert "in whose process Triton's times were within 5% of these" in pages.summary(
+        found, compared
+    )
 
 
 def test_the_targets_are_a_table():
@@ -271,7 +299,7 @@ def test_the_targets_are_a_table():
         "- `bench-test.json`: uniform, K = 2048: T = 2048 alone",
     ]  # fmt: skip
     assert lines[2] == (
-        "| Triton, remap without counts, T ≥ 2048 | ≤ 1.15 | ≤ 1.08 | 1.2 × copy | "
+        "| Triton, remap without counts, T ≥ 2048, K = 2048 | ≤ 1.15 | ≤ 1.08 | 1.2 × copy | "
         "triton remap at T = 2048, K = 2048 | **missed** | **missed** |"
     )
     assert "| not measured |" in lines[3]

@@ -1,6 +1,8 @@
 """A run of the benchmark: what it covers, leaves out, and does with what is wrong."""
 
 import contextlib
+from bisect import bisect_left
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -332,8 +334,26 @@ def test_the_import_brings_no_kernel_package_along():
 def test_compiling_after_warmup_is_counted(monkeypatch):
     from mla_index.backends import torch as backend
 
-    count = iter([10, 12, 20, 20])
+    count = iter([10, 12, 20, 20, 30, 31, 40, 40])
     monkeypatch.setattr(backend, "compiled_kernels", lambda: next(count))
+    monkeypatch.setattr(warming, "MOST_ROWS", 40)
     rows = list(warming.after_warmup("torch", torch.device("cpu"), 4))
-    assert [(row.operation, row.value) for row in rows] == [("remap", 2), ("remap_counts", 0)]
-    assert {row.note for row in rows} == {"4 random calls"}
+    compiled = {"remap": 2, "remap_counts": 0, "dcp_filter": 1, "workspace": 0}
+    assert {row.operation: row.value for row in rows} == compiled
+    assert {row.note for row in rows} == {"4 random calls, T up to 40"}
+
+
+def test_calls_after_warmup_are_of_every_number_of_rows_that_backends_tell_apart(monkeypatch):
+    """Beyond the largest step of triton's, cupy's and numba's tables, and between all of them."""
+    steps = (32, 256, 512, 1024, 4096)
+    seen = {2048: Counter(), 2051: Counter()}
+
+    def remap(req_id, table, tokens, **_):
+        rows, topk = tokens.shape
+        seen[topk][bisect_left(steps, rows)] += 1
+
+    monkeypatch.setattr(warming, "remap", remap)
+    assert len(list(warming.after_warmup("torch", torch.device("cpu")))) == 4
+    for found in seen.values():
+        assert sorted(found) == list(range(len(steps) + 1))
+        assert min(found.values()) >= 20

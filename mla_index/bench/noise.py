@@ -26,7 +26,7 @@ def load() -> dict[str, float] | None:
 def warnings(record: Mapping[str, Any]) -> Iterator[str]:
     """Why the times on the host or the CPU are noise, a line for each sign of it."""
     times = [row for row in rows_of(record) if row.metric in HOST_METRICS]
-    wide = sum(_spread(row) > WIDE for row in times)
+    wide = sum(map(is_wide, times))
     if times and wide > MOST_WIDE * len(times):
         yield (
             f"{wide} of {len(times)} times on the host or the CPU have quartiles more than "
@@ -40,8 +40,8 @@ def warnings(record: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _spread(row: Row) -> float:
-    """Distance of the quartiles over the median; 0 of a single measurement."""
-    if row.low is None or row.high is None or row.value <= 0:
-        return 0.0
-    return (row.high - row.low) / row.value
+def is_wide(row: Row) -> bool:
+    """Whether the quartiles lie too far apart for the median to tell much."""
+    if row.low is None or row.high is None:
+        return False
+    return row.high - row.low > WIDE * row.value

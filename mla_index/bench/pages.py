@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_index.bench import wording
+from mla_index.bench import noise, wording
 from mla_index.bench.asked import (
     SLACK_SHARE,
     SLACK_US,
@@ -118,8 +118,25 @@ def summary(record: Record, comparison: Record | None = None) -> str:
     )
     told = [f"{_where(record)}; K = {TOPK}, {_valid(table)}; by graph replay, median."]
     if comparison is not None:
-        told += [*_host_beside(comparison), *_beside(comparison)]
+        told += [*_elsewhere(table, comparison), *_host_beside(comparison), *_beside(comparison)]
     return "\n".join([*body, "", *told])
+
+
+def _elsewhere(table: Table, comparison: Record) -> Iterator[str]:
+    """How far what both records have differs, since the rows of one stand beside the other's."""
+    theirs = Table(rows_of(comparison))
+    off = [
+        abs(theirs_here[rows] / value - 1)
+        for operation, ranks, _ in SUMMARY
+        for theirs_here in (_times(theirs, operation, "triton", ranks, TOPK),)
+        for rows, value in _times(table, operation, "triton", ranks, TOPK).items()
+        if rows in theirs_here and rows in SHOWN_ROWS
+    ]
+    if off:
+        yield (
+            f"The rows of {vllm_in(theirs)} are from the comparison, in whose process Triton's "
+            f"times were within {max(off):.0%} of these."
+        )
 
 
 def _host_beside(comparison: Record) -> Iterator[str]:
@@ -172,7 +189,12 @@ def beside_vllm(record: Record | None) -> str:
         return "Not measured yet."
     where = f"{_where(record)}. Record: `benchmarks/results/{record['file']}`."
     method = f"Timed {record['host_method']}."
-    return "\n".join([where, method, *_host_lines(Table(rows_of(record)))])
+    return "\n".join([where, method, *_host_lines(Table(rows_of(record))), *_noise(record)])
+
+
+def _noise(record: Record) -> list[str]:
+    told = [f"Beware: {warning}." for warning in noise.warnings(record)]
+    return ["", *told] if told else []
 
 
 def times(record: Record | None) -> str:
@@ -190,7 +212,7 @@ def times(record: Record | None) -> str:
         heading = "µs on the device" if rows[0].metric == "gpu_us" else "µs on the CPU"
         parts += ["", f"**{workload}, K = {topk}**", ""]
         parts += _table([f"{heading}, T =", *map(str, counts)], _time_lines(rows, counts))
-    parts += _host_lines(table)
+    parts += [*_host_lines(table), *_noise(record)]
     left_out = wording.left_out(record["left_out"], {row.rows for row in timed})
     if left_out:
         parts += ["", "Left out:", "", *(f"- {text}" for text in left_out)]
@@ -220,12 +242,19 @@ def _host_lines(table: Table) -> list[str]:
     lines = []
     several = len({row.topk for row in rows if row.topk}) > 1
     for what in dict.fromkeys((row.operation, row.dcp, row.topk) for row in rows):
-        own = {r.provider: r.value for r in rows if (r.operation, r.dcp, r.topk) == what}
+        own = {r.provider: r for r in rows if (r.operation, r.dcp, r.topk) == what}
         operation, ranks, topk = what
         title = f"{operation}, {ranks} ranks" if ranks > 1 else operation
         title += f", K = {topk}" if several and topk else ""
-        lines.append([title, *(_number(own.get(provider)) for provider in providers)])
-    return ["", *_table(["µs on the host", *providers], lines)]
+        lines.append([title, *(_host_number(own.get(provider)) for provider in providers)])
+    told = ["", *_table(["µs on the host", *providers], lines)]
+    if any(map(noise.is_wide, rows)):
+        told += ["", f"~: the quartiles are more than {noise.WIDE:.0%} of the median apart."]
+    return told
+
+
+def _host_number(row: Row | None) -> str:
+    return "–" if row is None else "~" * noise.is_wide(row) + _number(row.value)
 
 
 def _answer(answer: Answer) -> list[str]:
