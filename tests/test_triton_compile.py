@@ -10,6 +10,7 @@ import itertools
 import random
 import re
 import subprocess
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -204,3 +205,42 @@ def test_more_programs_than_a_grid_takes_are_refused(topk: int, rows: int) -> No
     cuts.numbers(True, rows // 32, topk, 512, 64, 2**31 - 1)
     with pytest.raises(ValueError, match=f"up to 2147483647 programs a call, and {rows} rows of"):
         cuts.numbers(True, rows, topk, 512, 64, 2**31 - 1)
+
+
+class Compiled:
+    """Stands for a compiled kernel: `kernel[grid](…)` is Triton's own way, which calls hooks."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, stream: self.launches.append(("triton's", grid, arguments))
+
+    def run(self, *arguments: object) -> None:
+        self.launches.append(("direct", arguments[:3], arguments[4:]))
+
+
+def test_a_profiler_that_listens_sees_every_launch() -> None:
+    """Directly while nobody listens; else by Triton's own launcher, which tells the hooks."""
+    launch = needed("mla_index.backends.triton.launch")
+    kernel = Compiled()
+    launcher = object.__new__(launch.Launcher)
+    launcher.device, launcher.index, launcher.several = torch.device("cpu"), 0, False
+    launcher.current_stream = lambda _: 7
+    launcher.module = type("Module", (), {"device": lambda _: nullcontext()})
+    launcher.ready = [launch.Ready(kernel, kernel.run, (), ("constant",))]
+    hooks = triton.knobs.runtime.launch_enter_hook
+
+    def heard(_: object) -> None:
+        """Never called: the kernel is a stand-in."""
+
+    launcher(0, 3, ("argument",))
+    hooks.add(heard)
+    try:
+        launcher(0, 3, ("argument",))
+    finally:
+        hooks.remove(heard)
+    launcher(0, 3, ("argument",))
+    who = [(way, grid) for way, grid, _ in kernel.launches]
+    assert who == [("direct", (3, 1, 1)), ("triton's", (3, 1, 1)), ("direct", (3, 1, 1))]
+    assert {arguments for *_, arguments in kernel.launches} == {("argument", "constant")}
