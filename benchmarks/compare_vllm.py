@@ -3,9 +3,16 @@
     python benchmarks/compare_vllm.py                             # an installed vLLM
     python benchmarks/compare_vllm.py --vllm-src DIR --json FILE  # an unpacked wheel
     python benchmarks/compare_vllm.py --vllm-src DIR --equality 500
+    TRITON_INTERPRET=1 python benchmarks/compare_vllm.py --vllm-src DIR --rows 1 4 --topk 512
+
+On a CPU vLLM's kernels need TRITON_INTERPRET=1, as in the last line: Triton's interpreter runs
+them. It says nothing about time, so only equality is found out, and the host's time of the two
+functions that launch nothing.
 
 Results are checked for equality before anything is timed: in order where vLLM's are ordered, as
-sets of each row where its programs race. Rows of a record are those of `mla-index bench`.
+sets of each row where its programs race. Rows of a record are those of `mla-index bench`. A
+record also has `names_hash`, the SHA-256 of `mla_index/integrations/vllm.py` in hexadecimal: what
+is timed by vLLM's names, and what `source_hash` does not cover.
 
 On the device, time is by replay of graphs with the same number of launches, in turn: the provider
 is `vllm <version>`, ours is the backend.
@@ -15,15 +22,16 @@ On the host, all ways to make a call are timed in turn, in short loops over seve
 as `…, outputs allocated`, without. What a function has no parameter for is left out.
 
 Kernels are compiled beforehand, by several processes, into Triton's cache on disk.
-Exit code 1: not equal, or something failed.
+Exit codes: 0 all is equal; 1 something is not, or failed; 2 nothing was compared: an argument is
+wrong, something needed is not there, or the seconds were over before the first shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import importlib.metadata
-import os
 import sys
 import time
 from collections import Counter
@@ -37,39 +45,52 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import vllm_arguments
 import vllm_equality
 import vllm_source
+from vllm_arguments import CannotBegin
 from vllm_timing import Comparison, configurations, launches, on_the_device, on_the_host, tell
 
 from mla_index import selector
 from mla_index.bench import record
+from mla_index.bench.asked import SLACK_SHARE, SLACK_US
 from mla_index.bench.contenders import COPY
 from mla_index.bench.workloads import make_inputs, uniform_batch
-from mla_index.explanation import explain
 from mla_index.integrations import vllm as ours
+from mla_index.integrations import vllm_forms
 
-OPERATION_NAMES = (
-    "remap", "remap_counts", "dcp_filter", "workspace", "request_rows", "safe_lengths"
-)  # fmt: skip
-ROWS = (1, 32, 128, 512, 2048, 8192, 32768)
 TOPK = (2048, 512, 2176, 4224, 16384)
-DCP = (2, 4, 8)
-HOST_TOPK = (2048, 4224)
-HOST_ROUNDS, HOST_CALLS = 49, 80
-MOST_PROCESSES = 8
 MANY_ROWS = 8192
 """Every larger T runs the same kernels."""
 
 
 @contextmanager
 def their_functions(folder: Path | None) -> Iterator[tuple[ModuleType, str]]:
-    """vLLM's module and its version."""
+    """vLLM's module and its version.
+
+    Raises:
+        CannotBegin: it cannot be imported, or lacks a function.
+    """
     if folder is None:
-        module = importlib.import_module(vllm_source.SPARSE_UTILS)
+        module = _module("without --vllm-src the installed vLLM is taken")
         yield module, importlib.metadata.version("vllm")
         return
     with vllm_source.unpacked(folder):
-        yield importlib.import_module(vllm_source.SPARSE_UTILS), vllm_source.version_in(folder)
+        yield _module(f"--vllm-src {folder}"), vllm_source.version_in(folder)
+
+
+def _module(where: str) -> ModuleType:
+    """The module of vLLM's functions, all of them there."""
+    try:
+        module = importlib.import_module(vllm_source.SPARSE_UTILS)
+    except ImportError as error:
+        raise CannotBegin(
+            f"{where}: {error} (--vllm-src takes a folder that holds an unpacked vllm/)"
+        ) from error
+    missing = [name for name in vllm_forms.FUNCTIONS if not hasattr(module, name)]
+    if missing:
+        raise CannotBegin(f"{where}: {module.__name__} has no {', '.join(missing)}")
+    return module
 
 
 # --- in several processes ------------------------------------------------------------------------
@@ -150,86 +171,77 @@ def compare(state: Comparison, arguments: argparse.Namespace) -> None:
 
 
 def print_table(state: Comparison) -> None:
-    """Time on the device by shape, ours over vLLM's; then the host's."""
+    """Time on the device by shape, ours over vLLM's, or how much was equal; then the host's."""
     table = record.Table(state.rows)
-    print(f"GPU µs a call: {state.provider} / {state.backend} = ratio")
-    for row in table.find("gpu_us", provider=state.provider):
-        shape = {"operation": row.operation, "rows": row.rows, "topk": row.topk, "dcp": row.dcp}
-        mine = table.value("gpu_us", provider=state.backend, **shape)
-        copy = table.value("gpu_us", operation=COPY, rows=row.rows, topk=row.topk)
-        if mine is not None and copy is not None:
-            slow = mine - row.value > max(0.03 * row.value, 0.15)
-            print(
-                f"T {row.rows:>5} K {row.topk:>5} {row.operation:>12} dcp {row.dcp}: "
-                f"{row.value:8.2f} / {mine:8.2f} = {mine / row.value:5.2f}   "
-                f"copy {copy:7.2f}{'   SLOWER' if slow else ''}"
-            )
+    if any(table.find("gpu_us")):
+        print_device_times(state, table)
+    elif state.checked:
+        print(
+            f"{state.provider} and {state.backend}: {state.equal} of {state.checked} equal, "
+            "each an operation at one T, K and number of ranks"
+        )
     for metric in ("host_us", "kernels"):
         for row in table.find(metric):
             print(
                 f"{metric} T {row.rows} K {row.topk} {row.operation} dcp {row.dcp} "
                 f"{row.provider}: {row.value:.2f}"
             )
-    for name, per in state.compiled.items():
+    compiled = state.compiled if state.device.type == "cuda" else {}
+    for name, per in compiled.items():
         print(f"compiled by {name}: {per.total()} ({dict(per)})")
 
 
-def parse(command_line: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--vllm-src", type=Path, help="folder that holds an unpacked vllm/")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--equality", type=int, help="compare on so many random inputs, and stop")
-    parser.add_argument("--kinds", type=int, default=64, help="configurations of --equality")
-    parser.add_argument("--backend", default="auto", help="ours on the device")
-    parser.add_argument("--operations", nargs="+", default=OPERATION_NAMES, choices=OPERATION_NAMES)
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
-    parser.add_argument("--topk", nargs="+", type=int, help="widths; the kernels' defaults")
-    parser.add_argument("--dcp", nargs="+", type=int, default=DCP)
-    parser.add_argument("--host-topk", nargs="*", type=int, help="widths timed on the host")
-    parser.add_argument("--host-rounds", type=int, default=HOST_ROUNDS)
-    parser.add_argument("--host-calls", type=int, default=HOST_CALLS, help="calls in a round")
-    parser.add_argument("--seconds", type=float, default=210.0, help="start no shape after these")
-    parser.add_argument("--processes", type=int, help="that compile, or compare random inputs")
-    parser.add_argument("--device", type=torch.device)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(command_line)
-    if arguments.device is None:
-        arguments.device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    on_cpu = arguments.device.type == "cpu"
-    if arguments.processes is None:  # on the CPU nothing is compiled
-        processors = os.cpu_count() or 1
-        arguments.processes = 1 if on_cpu else max(1, min(MOST_PROCESSES, processors // 2))
-    if arguments.host_topk is None:
-        arguments.host_topk = () if on_cpu else HOST_TOPK
-    return arguments
+def print_device_times(state: Comparison, table: record.Table) -> None:
+    """Of each operation at each shape, beside the copy of the same bytes."""
+    print(f"GPU µs a call: {state.provider} / {state.backend} = ratio")
+    for row in table.find("gpu_us", provider=state.provider):
+        shape = {"operation": row.operation, "rows": row.rows, "topk": row.topk, "dcp": row.dcp}
+        mine = table.value("gpu_us", provider=state.backend, **shape)
+        copy = table.value("gpu_us", operation=COPY, rows=row.rows, topk=row.topk)
+        if mine is not None and copy is not None:
+            slow = mine - row.value > max(SLACK_SHARE * row.value, SLACK_US)
+            print(
+                f"T {row.rows:>5} K {row.topk:>5} {row.operation:>12} dcp {row.dcp}: "
+                f"{row.value:8.2f} / {mine:8.2f} = {mine / row.value:5.2f}   "
+                f"copy {copy:7.2f}{'   SLOWER' if slow else ''}"
+            )
 
 
 def main(command_line: list[str] | None = None) -> int:
-    arguments = parse(command_line)
+    arguments = vllm_arguments.parse(command_line, __doc__)
     started = time.monotonic()
-    device = arguments.device
-    backend = explain("remap", device=device, backend=arguments.backend, probe=True).chosen
-    if backend is None:
-        tell(f"backend {arguments.backend} cannot run on {device}")
-        return 1
-    torch.manual_seed(arguments.seed)
-    with their_functions(arguments.vllm_src) as (theirs, version):
-        state = Comparison(theirs, version, backend, device, started + arguments.seconds)
-        extra: dict[str, Any] = {}
-        if arguments.equality is not None:
-            extra["equality"] = equality(state, arguments)
-        else:
-            arguments.topk = arguments.topk or TOPK
-            compare(state, arguments)
+    deadline = started + arguments.seconds
+    extra: dict[str, Any] = {}
+    try:
+        backend = vllm_arguments.usable_backend(arguments)
+        torch.manual_seed(arguments.seed)
+        with their_functions(arguments.vllm_src) as (theirs, version):
+            state = Comparison(theirs, version, backend, arguments.device, deadline)
+            if arguments.equality is not None:
+                extra["equality"] = equality(state, arguments)
+            else:
+                arguments.topk = arguments.topk or TOPK
+                compare(state, arguments)
+    except CannotBegin as error:
+        tell(f"error: {error}")
+        return vllm_arguments.REFUSED
     for line in state.left_out:
         print(f"left out: {line}")
     for line in state.wrong:
         print(f"WRONG: {line}")
     if arguments.json:
         write(state, extra, time.monotonic() - started, arguments)
-    return 1 if state.wrong else 0
+    return exit_code(state, extra)
+
+
+def exit_code(state: Comparison, extra: dict[str, Any]) -> int:
+    """0, or 1 where something is wrong, or 2 where no shape was reached, after saying so."""
+    if state.wrong:
+        return 1
+    if not (state.checked or extra):
+        tell("error: no shape was compared: ask for more --seconds, or for smaller shapes")
+        return vllm_arguments.REFUSED
+    return 0
 
 
 def write(
@@ -239,6 +251,7 @@ def write(
     record.write(
         {
             **record.head("compare_vllm", state.device),
+            "names_hash": names_hash(),
             "vllm": state.version,
             "backend": state.backend,
             "seconds": round(seconds, 1),
@@ -251,6 +264,12 @@ def write(
         },
         arguments.json,
     )  # fmt: skip
+
+
+def names_hash() -> str:
+    """Which functions by vLLM's names were timed."""
+    source = Path(str(ours.__file__)).read_bytes().replace(b"\r\n", b"\n")
+    return hashlib.sha256(source).hexdigest()
 
 
 def _host_method(state: Comparison, arguments: argparse.Namespace) -> dict[str, str]:

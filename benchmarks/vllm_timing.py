@@ -44,7 +44,11 @@ def tell(text: str) -> None:
 
 @dataclass
 class Comparison:
-    """A run under way: what was asked for, and what was found."""
+    """A run under way: what was asked for, and what was found.
+
+    `checked` counts the operations, each at each shape, whose results were compared, and `equal`
+    those of them that were; what is timed on the host alone is not among them.
+    """
 
     theirs: ModuleType
     version: str
@@ -55,6 +59,8 @@ class Comparison:
     left_out: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     compiled: dict[str, Counter[str]] = field(default_factory=dict)
+    checked: int = 0
+    equal: int = 0
 
     @property
     def provider(self) -> str:
@@ -177,11 +183,14 @@ def on_the_device(state: Comparison, arguments: argparse.Namespace) -> None:
 def one_shape(state: Comparison, sets: list[Inputs], arguments: argparse.Namespace) -> None:
     """Check at one shape, then time what is right, all in turn."""
     first = sets[0]
+    asked = configurations(arguments)
     ready = [
         (operation, dcp)
-        for operation, dcp in configurations(arguments)
+        for operation, dcp in asked
         if state.agree(state.shape_group(operation, first, dcp))
     ]
+    state.checked += len(asked)
+    state.equal += len(ready)
     if state.device.type != "cuda":
         return
     number = measure.launches_for(first.moved, len(sets))

@@ -27,6 +27,7 @@ from mla_index.integrations import vllm_forms, vllm_plugin
 
 sys.path.insert(0, str(PROJECT / "benchmarks"))
 compare_vllm = importlib.import_module("compare_vllm")
+vllm_arguments = importlib.import_module("vllm_arguments")
 vllm_equality = importlib.import_module("vllm_equality")
 vllm_source = importlib.import_module("vllm_source")
 vllm_timing = importlib.import_module("vllm_timing")
@@ -348,7 +349,7 @@ def test_how_the_host_was_timed_is_recorded_where_it_was(tmp_path):
     file = tmp_path / "record.json"
     timed = on_the_host(SimpleNamespace(**vllm_forms.FUNCTIONS))
     late = on_the_host(SimpleNamespace(**vllm_forms.FUNCTIONS), seconds=-1)
-    arguments = compare_vllm.parse(["--json", str(file), "--host-rounds", "3"])
+    arguments = vllm_arguments.parse(["--json", str(file), "--host-rounds", "3"])
     compare_vllm.write(timed, {}, 1.0, arguments)
     assert record.read(file)["host_method"].startswith("in 3 rounds; ")
     compare_vllm.write(late, {}, 1.0, arguments)
