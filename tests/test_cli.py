@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needed
 from typer.testing import CliRunner
 
 import mla_index
@@ -381,6 +382,54 @@ def test_a_full_disk_behind_standard_output_is_a_line(arguments):
         done = program(*arguments, stdout=full)
     assert done.returncode == 2
     assert done.stderr == "error: standard output: No space left on device\n"
+
+
+CLOSED = {"stdout": ">&-", "stderr": "2>&-", "both": ">&- 2>&-", "all": "<&- >&- 2>&-"}
+
+
+def closed(streams, *arguments):
+    """The programme, started with these streams closed."""
+    started = f'exec "$@" {CLOSED[streams]}'
+    done = ["sh", "-c", started, "sh", sys.executable, "-m", "mla_index", *map(str, arguments)]
+    return subprocess.run(done, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("streams", "arguments", "code"),
+    [
+        *((streams, ["info"], 0) for streams in CLOSED),
+        ("stdout", ["explain", "remap", "--json"], 0),
+        ("all", ["demo", "--requests", 2, "--topk", 64], 0),
+        ("stdout", ["explain", "abacus"], 2),
+        ("stderr", ["explain", "abacus"], 2),
+    ],
+    ids=str,
+)
+def test_closed_streams_are_no_error(streams, arguments, code):
+    done = closed(streams, *arguments)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stderr) == (code == 2 and streams == "stdout")
+    assert bool(done.stdout) == (code == 0 and streams == "stderr")
+
+
+@pytest.mark.parametrize("streams", ["stdout", "all"])
+def test_with_closed_streams_a_record_is_alone_in_its_file(tmp_path, streams):
+    """No file gets the number of a standard stream, and what is said there with it."""
+    path = tmp_path / "bench.json"
+    tiny = ("--quick", "--op", "remap", "--rows", 1, "--topk", 8)
+    done = closed(streams, "bench", *tiny, "--json", path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(path.read_text())["plan"]["rows"] == [1]
+
+
+@pytest.mark.parametrize("streams", ["stdout", "all"])
+def test_with_closed_streams_other_programmes_can_be_started(streams):
+    """`conformance` starts a test run, which writes to them."""
+    needed("pytest")
+    done = closed(streams, "conformance", "--backend", "torch", "--only", "view")
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_python_m():

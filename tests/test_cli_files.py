@@ -3,12 +3,13 @@
 import errno
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 import typer
 
-from mla_index.cli import files
+from mla_index.cli import files, streams
 
 
 def refused(path):
@@ -146,6 +147,16 @@ def test_a_file_that_cannot_be_replaced_is_written(monkeypatch, tmp_path):
     files.write("--json", path, "mounted alone\n")
     assert path.read_text() == "mounted alone\n"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_dash_is_refused_where_standard_output_is_closed(capsys, monkeypatch):
+    files.check("--json", files.STDOUT)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert refused(files.STDOUT) == 2
+    streams.open_closed()
+    assert refused(files.STDOUT) == 2
+    sys.stdout.close()
+    assert capsys.readouterr().err == "error: --json -: standard output is closed\n" * 2
 
 
 def test_a_dash_is_standard_output(capsys):

@@ -8,9 +8,12 @@ import os
 import sys
 import warnings
 
+from mla_index.cli import streams
+
 
 def main() -> None:
     """Run the command line; says in one line what is missing without the extra `cli`."""
+    streams.open_closed()
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

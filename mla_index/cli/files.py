@@ -11,7 +11,7 @@ from typing import IO
 
 import typer
 
-from mla_index.cli import exits
+from mla_index.cli import exits, streams
 
 PRINTED = "Print JSON instead of tables. A switch: to keep it, redirect standard output (`> FILE`)."
 """Help of `--json` where a command answers a question."""
@@ -34,6 +34,8 @@ def check(option: str, path: Path | None) -> None:
     Raises:
         typer.Exit: it could not; said on standard error.
     """
+    if path == STDOUT and streams.stdout_is_closed():
+        raise exits.stop(f"{option} {path}: standard output is closed", exits.USAGE)
     if path is None or path == STDOUT:
         return
     if path.name == str(path) and path.name.startswith("-"):
