@@ -2,12 +2,14 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from conftest import needed
 from rich.console import Console
 from typer.testing import CliRunner
 
+from mla_index import simulation
 from mla_index.bench.record import Row
 from mla_index.cli import bench as command
 from mla_index.cli.app import app
@@ -129,6 +131,7 @@ def test_what_was_left_out_is_said():
         (["--trace", "absent.jsonl"], 2, "error: cannot read the trace absent.jsonl"),
         (["--seconds", "nan"], 2, "error: --seconds must be at least 0, got nan"),
         (["--mtp", "1"], 2, "error: --mtp needs --trace"),
+        (["--valid", "0.5", "--trace", "any.jsonl"], 2, "error: --valid goes without --trace: a "),
         (["--op", "remap,"], 2, "error: --op must be names with commas, and one is empty"),
         (["--json", "."], 2, "error: --json .: that is a folder"),
         (["--json", "--plot"], 2, "error: --json takes a file, got --plot, which looks"),
@@ -147,17 +150,23 @@ def test_what_is_wrong_is_one_line(arguments, code, message):
 
 
 @pytest.mark.parametrize(
-    ("width", "shown"),
-    [
-        (200, [str(2**n) for n in range(16)]),
-        (80, ["2", "8", "32", "128", "512", "2048", "8192", "32768"]),
-        (10, ["128", "32768"]),
-    ],
+    ("width", "sizes"), [(200, [16]), (80, [8, 8]), (60, [8, 8]), (40, [6, 6, 4]), (10, [2] * 8)]
 )
-def test_row_counts_are_thinned_to_the_width(width, shown):
+def test_row_counts_that_have_no_room_beside_each_other_stand_below(width, sizes):
     rows = [Row("gpu_us", 1.0, "copy", "torch", "uniform", 2**n, 8, 1) for n in range(16)]
     drawn = command._times(rows, Console(width=width))
-    assert [column.header for column in drawn.columns] == ["T =", *shown]
+    headings = [[column.header for column in table.columns] for table in drawn]
+    assert [len(heading) - 1 for heading in headings] == sizes
+    assert {heading[0] for heading in headings} == {"T ="}
+    assert [count for heading in headings for count in heading[1:]] == [
+        str(2**n) for n in range(16)
+    ]
+
+
+def test_one_row_count_is_one_table():
+    rows = [Row("gpu_us", 1.0, "copy", "torch", "uniform", 4, 8, 1)]
+    (drawn,) = command._times(rows, Console(width=5))
+    assert [column.header for column in drawn.columns] == ["T =", "4"]
 
 
 def test_names_and_numbers_stay_whole():
@@ -170,7 +179,24 @@ def test_names_and_numbers_stay_whole():
         text = screen.getvalue()
         assert max(map(len, text.splitlines())) <= columns
         assert "…" not in text
-        assert {"remap_safe_lengths,", "safe_lengths,", "torch", "512"} <= set(text.split())
+        shown = {"remap_safe_lengths,", "safe_lengths,", "torch", *rows.split(",")}
+        assert shown <= set(text.split())
+
+
+def test_rows_that_no_decode_step_of_a_trace_has_are_told():
+    small = Path(simulation.__file__).parent / "small_trace.jsonl"
+    result = bench("--quick", "--op", "remap", "--trace", small, "--rows", "4,4096", "--topk", "16")
+    assert result.exit_code == 0, result.output
+    assert "left out: 1\n" in result.stdout
+    assert (
+        "trace decode, T = 4096, K = 16: the trace has 24 requests of 2 rows, so T = 48 instead"
+    ) in result.stdout
+
+
+def test_the_help_says_how_large_a_decode_step_is():
+    told = " ".join(bench("--help").stdout.replace("│", " ").split())
+    assert "a decode step, which takes at most 128 requests: T up to 128 * (1 + MTP)" in told
+    assert "decode steps of T rows, of at most 128 requests" in told
 
 
 def test_a_record_to_standard_output_is_alone_there():

@@ -15,9 +15,10 @@ from mla_index.bench.contenders import COMPOSITION, COPY
 from mla_index.bench.plan import Plan, contenders, too_large, usable_backends
 from mla_index.bench.record import METRICS, RecordError, Table, read, rows_of, write
 from mla_index.bench.run import Run, _by_graphs, run
-from mla_index.bench.workloads import make_inputs, uniform_batch
+from mla_index.bench.workloads import make_inputs, uniform_batch, why_no_step
 from mla_index.errors import BackendUnavailable, UnknownBackend
 from mla_index.simulation.setting import ConfigError
+from mla_index.simulation.trace import Request, read_trace
 
 TINY = {
     "operations": ("remap", "dcp_filter", "flat_row_view"),
@@ -78,10 +79,40 @@ def test_what_is_no_record_is_named(tmp_path, content):
 
 def test_a_trace_is_measured_instead():
     small = Path(simulation.__file__).parent / "small_trace.jsonl"
-    plan = Plan(operations=("remap",), topk=(16,), rows=(2,), quick=True, trace=small, seconds=60)
-    found = rows_of(run(plan))
-    timed = {row.workload for row in found if row.metric == "cpu_us"}
-    assert timed == {"trace decode", "trace prefill"}
+    plan = Plan(
+        operations=("remap",), topk=(1024, 16), rows=(5, 2, 96), quick=True, trace=small, seconds=60
+    )
+    record = run(plan)
+    timed = [row for row in rows_of(record) if row.metric == "cpu_us"]
+    assert {(row.workload, row.rows) for row in timed} == {
+        ("trace decode", 2), ("trace decode", 4), ("trace decode", 48), ("trace prefill", 8192),
+    }  # fmt: skip
+    assert record["left_out"] == [
+        f"trace decode, T = {rows}, K = {topk}: {why}"
+        for topk in (1024, 16)
+        for rows, why in (
+            (5, "each request has 2 rows, so T = 4 instead"),
+            (96, "the trace has 24 requests of 2 rows, so T = 48 instead"),
+        )
+    ]
+    assert record["plan"]["valid"] is None
+    prompts = [seen + 1 for request in read_trace(small) for seen in range(request.input_length)]
+    share = sum(min(1024, seen) for seen in prompts[:8192]) / 8192 / 1024
+    valid = {(row.workload, row.rows, row.topk): row.valid for row in timed}
+    assert valid["trace decode", 4, 16] == 1
+    assert valid["trace prefill", 8192, 1024] == pytest.approx(share, abs=1e-4)
+    assert share < 0.9
+
+
+@pytest.mark.parametrize(
+    ("quick", "mtp", "rows"),
+    [(False, 0, (1, 2, 4, 8, 16, 32, 64, 128)), (True, 2, (3, 48, 384))],
+)
+def test_by_default_a_trace_is_asked_for_steps_that_it_can_have(quick, mtp, rows):
+    plan = Plan(trace=Path("any.jsonl"), quick=quick, mtp=mtp)
+    assert plan.rows == rows
+    line = Request(0.0, 600, 1, (1, 2))
+    assert [why_no_step([line] * 128, count, mtp) for count in rows] == [None] * len(rows)
 
 
 def test_when_the_time_is_over_the_rest_is_left_out():
@@ -135,7 +166,9 @@ def test_a_device_that_is_too_small_is_no_failure():
         ({"dcp": (1,)}, "dcp must be at least 2, got 1"),
         ({"dcp": (2**31,)}, "Dcp.size"),
         ({"valid": 0.0}, "valid must be above 0"),
+        ({"valid": 0.9, "trace": Path("any.jsonl")}, "valid must be None with a trace, got 0.9"),
         ({"mtp": -1}, "mtp must be at least 0"),
+        ({"mtp": -1, "trace": Path("any.jsonl")}, "mtp must be at least 0"),
         ({"dtype": torch.int8}, "dtype must be torch.int32"),
         ({"device": torch.device("meta")}, "device must be one of cpu, cuda, got meta"),
     ],

@@ -14,8 +14,9 @@ from mla_index.bench.workloads import (
     rotated,
     trace_batches,
     uniform_batch,
+    why_no_step,
 )
-from mla_index.simulation.trace import TraceError, read_trace
+from mla_index.simulation.trace import Request, read_trace
 
 
 @pytest.mark.parametrize("valid", [0.5, 0.9, 1.0])
@@ -65,16 +66,42 @@ def test_requests_of_a_trace_share_blocks():
     assert used.unique().numel() < used.numel()
 
 
-def test_batches_of_a_trace_are_as_large_as_it_allows(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    line = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n'
-    path.write_text(line * 3)
-    batches = trace_batches(path, (1, 4, 512), 1)
+REQUEST = Request(0.0, 600, 1, (1, 2))
+
+
+def test_batches_of_a_trace_are_as_large_as_it_allows():
+    batches = trace_batches([REQUEST] * 3, (1, 4, 512), 1)
     assert [(b.name, b.rows) for b in batches] == [
         ("trace decode", 2), ("trace decode", 4), ("trace decode", 6), ("trace prefill", 1800),
     ]  # fmt: skip
-    with pytest.raises(TraceError):
-        trace_batches(tmp_path / "absent", (1,), 1)
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "mtp", "why"),
+    [
+        (200, 256, 1, None),
+        (200, 257, 1, "each request has 2 rows, so T = 256 instead"),
+        (200, 258, 1, "a decode step takes at most 128 requests of 2 rows, so T = 256 instead"),
+        (128, 512, 0, "a decode step takes at most 128 requests of 1 row, so T = 128 instead"),
+        (3, 7, 1, "each request has 2 rows, so T = 6 instead"),
+        (3, 8, 1, "the trace has 3 requests of 2 rows, so T = 6 instead"),
+        (3, 6, 1, None),
+        (3, 1, 3, "each request has 4 rows, so T = 4 instead"),
+    ],
+)
+def test_rows_that_no_decode_step_has_have_a_reason(requests, rows, mtp, why):
+    assert why_no_step([REQUEST] * requests, rows, mtp) == why
+    *steps, _ = trace_batches([REQUEST] * requests, (rows,), mtp)
+    taken = rows if why is None else int(why.split("T = ")[1].split()[0])
+    assert [step.rows for step in steps] == [taken]
+
+
+def test_the_share_of_valid_entries_is_that_of_the_selection():
+    for batch in (uniform_batch(64, valid=0.5), prefill_batch([REQUEST] * 2)):
+        inputs = make_inputs(batch, 512)
+        share = (inputs.tokens >= 0).float().mean().item()
+        assert inputs.valid == pytest.approx(share, abs=0.01)
+    assert make_inputs(uniform_batch(4), 16).valid == 0.9
 
 
 @pytest.mark.parametrize("source", ["uniform", "trace"])

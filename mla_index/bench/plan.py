@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mla_index.bench.contenders import COMPOSED, COMPOSITION, OPERATIONS, Operation
+from mla_index.bench.workloads import REQUESTS, VALID
 from mla_index.errors import BackendUnavailable
 from mla_index.explanation import explain
 from mla_index.selector import check_names
@@ -18,6 +19,10 @@ from mla_index.specs import Dcp, index_dtype
 
 CPU = torch.device("cpu")
 ROWS = tuple(2**power for power in range(16))
+QUICK_ROWS = {"cpu": (1, 32, 512), "cuda": (1, 32, 512, 2048, 8192)}
+STEPS = tuple(2**power for power in range(REQUESTS.bit_length()))
+QUICK_STEPS = (1, 16, 128)
+"""Requests of the decode steps of a trace."""
 TOPK = (2048, 512, 2176, 4224, 16384)
 """The first is the one for which everything is measured."""
 DCP = (2, 4, 8)
@@ -42,11 +47,12 @@ class Plan:
         backends: names; by default every backend that can run on the device.
         rows, topk: T and K; every pair of them is measured.
         dcp: numbers of ranks for `dcp_filter`, each at least 2.
-        valid: share of entries that are not -1, above 0 and at most 1.
+        valid: share of a uniform batch's entries that are not -1, above 0 and at most 1. None with
+            a trace: there a row has as many as it may see, and the record's rows tell the share.
         dtype: of selection, block table, request ids and slots.
         device: where.
         trace: a serving trace in JSON lines instead of uniform batches; T then is the size of the
-            decode steps.
+            decode steps, of `REQUESTS` requests at most.
         mtp: drafted tokens: a request has `1 + mtp` rows in a decode step of a trace.
         quick: fewer shapes, operations and repeats.
         seconds: after how long no new shape is begun.
@@ -62,7 +68,7 @@ class Plan:
     rows: tuple[int, ...] | None = None
     topk: tuple[int, ...] | None = None
     dcp: tuple[int, ...] | None = None
-    valid: float = 0.9
+    valid: float | None = None
     dtype: torch.dtype = torch.int32
     device: torch.device = CPU
     trace: Path | None = None
@@ -75,13 +81,13 @@ class Plan:
         kind = self.device.type
         if kind not in MOST_ENTRIES:
             raise ConfigError(f"device must be one of {', '.join(MOST_ENTRIES)}, got {kind}")
-        few = (1, 32, 512) if kind == "cpu" else (1, 32, 512, 2048, 8192)
         defaults = {
             "operations": QUICK_OPERATIONS if self.quick else tuple(OPERATIONS),
-            "rows": few if self.quick else ROWS,
+            "rows": self._default_rows(),
             "topk": TOPK[:1] if self.quick else TOPK,
             "dcp": DCP[-1:] if self.quick else DCP,
             "seconds": SECONDS[kind, self.quick],
+            "valid": VALID if self.trace is None else None,
         }
         for name, default in defaults.items():
             if getattr(self, name) is None:
@@ -90,7 +96,14 @@ class Plan:
             object.__setattr__(self, "device", torch.device("cuda", 0))
         self._check()
 
+    def _default_rows(self) -> tuple[int, ...]:
+        if self.trace is None:
+            return QUICK_ROWS[self.device.type] if self.quick else ROWS
+        return tuple(size * (1 + self.mtp) for size in (QUICK_STEPS if self.quick else STEPS))
+
     def _check(self) -> None:
+        if self.mtp < 0:  # first: the default rows follow from it
+            raise ConfigError(f"mtp must be at least 0, got {self.mtp}")
         for name in self.operations or ():
             if name not in OPERATIONS:
                 raise ConfigError(f"op must be one of {', '.join(OPERATIONS)}, got {name}")
@@ -98,10 +111,10 @@ class Plan:
             for value in getattr(self, name):
                 if value < least:
                     raise ConfigError(f"{name} must be at least {least}, got {value}")
-        if not 0 < self.valid <= 1:
+        if self.valid is not None and self.trace is not None:
+            raise ConfigError(f"valid must be None with a trace, got {self.valid}")
+        if self.valid is not None and not 0 < self.valid <= 1:
             raise ConfigError(f"valid must be above 0 and at most 1, got {self.valid}")
-        if self.mtp < 0:
-            raise ConfigError(f"mtp must be at least 0, got {self.mtp}")
         try:
             index_dtype(self.dtype, "dtype")
             for ranks in self.dcp or ():

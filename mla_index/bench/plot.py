@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mla_index.bench.contenders import COMPOSITION, COPY
 from mla_index.bench.record import Row, Table, rows_of
+from mla_index.bench.workloads import PREFILL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLOURS = {
     "triton": "#1f77b4",
@@ -21,6 +23,14 @@ COLOURS = {
     "auto": "#17becf",
 }
 VLLM_COLOUR, OTHER_COLOUR = "#d62728", "#7f7f7f"
+
+LOOKS: dict[str, dict[str, Any]] = {
+    PREFILL: {"marker": "D", "markersize": 6, "linestyle": ":", "markerfacecolor": "none"},
+}
+LOOK: dict[str, Any] = {"marker": "o", "markersize": 3, "linestyle": "-"}
+"""Of lines: of a workload that stands beside another one, and of every other."""
+MOST_BESIDE = 4
+"""Entries of a legend's line below a panel."""
 
 PANELS = (
     ("remap", "remap"),
@@ -33,6 +43,15 @@ PANELS = (
 
 def plot(record: Mapping[str, Any], path: Path | BinaryIO) -> None:
     """Write the plots of a record as one picture, in PNG.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    draw(record).savefig(path, format="png", dpi=110, metadata={"Source": origin(record)})
+
+
+def draw(record: Mapping[str, Any]) -> Figure:
+    """The plots of a record as one figure.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -62,7 +81,7 @@ def plot(record: Mapping[str, Any], path: Path | BinaryIO) -> None:
     device = record["device"]
     name = device.get("name") or device["host"]
     figure.suptitle(f"mla_index on {name}, {record['date'][:10]}")
-    figure.savefig(path, format="png", dpi=110, metadata={"Source": origin(record)})
+    return figure
 
 
 def origin(record: Mapping[str, Any]) -> str:
@@ -79,13 +98,17 @@ def _time(axis: Axes, table: Table, metric: str, operation: str, title: str, top
     rows = list(table.find(metric, operation=operation, topk=topk))
     ranks = max(row.dcp for row in rows)
     rows = [row for row in rows if row.dcp == ranks]
-    for workload in dict.fromkeys(row.workload for row in rows):
-        suffix = "" if workload == "uniform" else f", {workload}"
+    workloads = list(dict.fromkeys(row.workload for row in rows))
+    for workload in workloads:
         for provider in dict.fromkeys(row.provider for row in rows):
             own = [r for r in rows if (r.provider, r.workload) == (provider, workload)]
-            _line(axis, own, provider + suffix, color=_colour(provider), marker="o")
+            _line(axis, own, provider, color=_colour(provider))
         copied = list(table.find(metric, operation=COPY, topk=topk, workload=workload))
-        _line(axis, copied, "copy" + suffix, color="black", linestyle="--", marker="")
+        bare = {"marker": ""} if len(copied) > 1 else {}  # a point without a marker is nothing
+        _line(axis, copied, COPY, color="black", linestyle="--", **bare)
+    if workloads != ["uniform"]:
+        for workload in workloads:
+            axis.plot([], [], label=workload, color=OTHER_COLOUR, **LOOKS.get(workload, LOOK))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.xaxis.set_major_formatter("{x:.0f}")
@@ -94,15 +117,16 @@ def _time(axis: Axes, table: Table, metric: str, operation: str, title: str, top
     of = f", {ranks} ranks" if ranks > 1 else ""
     axis.set_title(f"{title}{of}, K = {topk}")
     axis.grid(visible=True, which="major", alpha=0.3)
-    axis.legend(fontsize="small")
+    _legend(axis)
 
 
 def _line(axis: Axes, rows: Sequence[Row], label: str, **look: Any) -> None:
     if rows:
         rows = sorted(rows, key=lambda row: row.rows)
+        look = {**LOOKS.get(rows[0].workload, LOOK), **look}
         axis.plot(
             [row.rows for row in rows], [row.value for row in rows],
-            label=label, markersize=3, linewidth=1.3, **look,
+            label=label, linewidth=1.3, **look,
         )  # fmt: skip
 
 
@@ -123,7 +147,19 @@ def _bars(axis: Axes, rows: Sequence[Row]) -> None:
     axis.set_xlabel("µs on the host, outputs given")
     axis.set_title("cost of a call")
     axis.grid(visible=True, axis="x", alpha=0.3)
-    axis.legend(fontsize="small")
+    _legend(axis)
+
+
+def _legend(axis: Axes) -> None:
+    """Below the panel, where it covers nothing; what several lines are called stands there once."""
+    named: dict[str, Any] = {}
+    for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+        named.setdefault(label, handle)
+    axis.legend(
+        list(named.values()), list(named),
+        loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=min(len(named), MOST_BESIDE),
+        fontsize="small",
+    )  # fmt: skip
 
 
 def _operation(row: Row) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -26,15 +26,19 @@ from mla_index.bench.plan import (
 from mla_index.bench.record import Row, head
 from mla_index.bench.verify import verify
 from mla_index.bench.workloads import (
+    DECODE,
+    VALID,
     Batch,
     Inputs,
     make_inputs,
     rotated,
     trace_batches,
     uniform_batch,
+    why_no_step,
 )
 from mla_index.simulation.memory import is_exhausted
 from mla_index.simulation.setting import Progress
+from mla_index.simulation.trace import Request, read_trace
 
 SMALL_ROWS = 32
 """T where the host is measured: of a decode step, and short enough never to fill a queue."""
@@ -96,7 +100,7 @@ class Run:
         self.rows.append(
             Row(
                 metric, sample.median, operation, provider,
-                inputs.batch.name, rows, topk, dcp, inputs.batch.valid,
+                inputs.batch.name, rows, topk, dcp, inputs.valid,
                 dtype_name(inputs.tokens.dtype),
                 sample.low, sample.high,
             )
@@ -131,7 +135,9 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
     backends = usable_backends(plan)
     torch.manual_seed(plan.seed)
     state = Run(plan, backends, started + (plan.seconds or 0.0), progress)
-    shapes = list(_shapes(plan))
+    requests = [] if plan.trace is None else read_trace(plan.trace)
+    shapes = list(_of_trace(plan, requests) if requests else _uniform(plan))
+    state.left_out += _without_step(plan, requests)
     _on_host(state)
     for number, shape in enumerate(shapes):
         _tell(state, f"T = {shape.rows}, K = {shape.topk}", number, len(shapes))
@@ -165,28 +171,44 @@ class Shape(NamedTuple):
     batch: Callable[[], Batch]
 
 
-def _shapes(plan: Plan) -> Iterator[Shape]:
-    """The first width whole, then the others, coarse before fine."""
-    dcp, topk = plan.dcp or (), plan.topk or ()
-    if plan.trace is not None:
-        batches = trace_batches(
-            plan.trace, plan.rows or (), plan.mtp, dcp=dcp, dtype=plan.dtype, device=plan.device
-        )
-        for width in topk:
-            for batch in batches:
-                yield Shape(batch.name, batch.rows, width, partial(_itself, batch))
+def _of_trace(plan: Plan, requests: Sequence[Request]) -> Iterator[Shape]:
+    """Every width whole, in turn."""
+    batches = trace_batches(
+        requests, plan.rows or (), plan.mtp,
+        dcp=plan.dcp or (), dtype=plan.dtype, device=plan.device,
+    )  # fmt: skip
+    for width in plan.topk or ():
+        for batch in batches:
+            yield Shape(batch.name, batch.rows, width, partial(_itself, batch))
+
+
+def _without_step(plan: Plan, requests: Sequence[Request]) -> Iterator[str]:
+    """The rows that no decode step of a trace has, each with its reason."""
+    if not requests:
         return
+    for width in plan.topk or ():
+        for rows in plan.rows or ():
+            reason = why_no_step(requests, rows, plan.mtp)
+            if reason is not None:
+                yield f"{DECODE}, T = {rows}, K = {width}: {reason}"
 
-    @cache
-    def uniform(rows: int) -> Batch:
-        return uniform_batch(rows, dcp=dcp, valid=plan.valid, dtype=plan.dtype, device=plan.device)
 
-    counts = plan.rows or ()
+def _uniform(plan: Plan) -> Iterator[Shape]:
+    """The first width whole, then the others, coarse before fine."""
+    uniform = cache(partial(_uniform_batch, plan))
+    counts, topk = plan.rows or (), plan.topk or ()
     pairs = [(rows, topk[0]) for rows in counts]
     for part in (counts[::4], counts[2::4], counts[1::2]):
         pairs += [(rows, width) for rows in part for width in topk[1:]]
     for rows, width in pairs:
         yield Shape("uniform", rows, width, partial(uniform, rows))
+
+
+def _uniform_batch(plan: Plan, rows: int) -> Batch:
+    valid = VALID if plan.valid is None else plan.valid
+    return uniform_batch(
+        rows, dcp=plan.dcp or (), valid=valid, dtype=plan.dtype, device=plan.device
+    )
 
 
 def _itself(batch: Batch) -> Batch:
@@ -270,7 +292,8 @@ def _on_host(state: Run) -> None:
         state.left_out.append(f"host, memory, kernels, K = {topk}: {reason}")
         return
     small, large = (
-        _single(plan, rows, topk) for rows in (SMALL_ROWS, MEMORY_ROWS[plan.device.type])
+        make_inputs(_uniform_batch(plan, rows), topk)
+        for rows in (SMALL_ROWS, MEMORY_ROWS[plan.device.type])
     )
     everyone = list(contenders(plan, state.backends, on_device=False))
     if plan.backends is None:
@@ -313,13 +336,6 @@ def _host_times(state: Run, everyone: list[Contender], small: Inputs) -> None:
             [bind_copy(small)], state.plan.device, number=HOST_CALLS, rounds=HOST_ROUNDS
         )
         state.note("host_us", copied, COPY, "torch", small)
-
-
-def _single(plan: Plan, rows: int, topk: int) -> Inputs:
-    batch = uniform_batch(
-        rows, dcp=plan.dcp or (), valid=plan.valid, dtype=plan.dtype, device=plan.device
-    )
-    return make_inputs(batch, topk)
 
 
 def _small_facts(state: Run, who: Contender, small: Inputs, large: Inputs) -> None:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mla_index.simulation.paged import plan_blocks
-from mla_index.simulation.trace import Request, read_trace
+from mla_index.simulation.trace import Request
 from mla_index.specs import Dcp, PrefillWorkspace
 
 BLOCK_SIZE = 64
 """Tokens in a cache block."""
 REQUESTS = 128
-"""Requests of a uniform batch."""
+"""Requests of a uniform batch; of a decode step of a trace at most."""
 CONTEXT = 32768
 """Tokens of each of them."""
 EMPTY_SHARE = 0.1
 """Rows without a valid entry, in what `safe_lengths` is given."""
+DECODE, PREFILL = "trace decode", "trace prefill"
+"""Names of a trace's batches."""
+VALID = 0.9
+"""Share of a uniform batch's entries that are not -1."""
 PREFILL_ROWS = 8192
 """Prompt tokens of a prefill chunk."""
 MOST_SETS = 16
@@ -42,7 +46,7 @@ class Batch:
         request_rows: int `[R]`, a permutation of the table's rows.
         token_limits: int `[T]`, the tokens that a row may see.
         workspace: every second row reads the gathered prefill workspace.
-        valid: share of entries that are selected at all; the others are -1.
+        valid: share of the entries that a row could have which are selected; the others are -1.
     """
 
     name: str
@@ -93,6 +97,13 @@ class Inputs:
         """Bytes of selection and slots, which every call reads and writes."""
         return 2 * self.tokens.nbytes
 
+    @cached_property
+    def valid(self) -> float:
+        """Share of the entries that are not -1, as they are drawn; waits for the device."""
+        topk = self.tokens.shape[1]
+        seen = self.batch.token_limits.clamp(max=topk).double().mean().item() / topk
+        return self.batch.valid * round(seen, 4)
+
     def part(self, start: int, stop: int) -> Inputs:
         """The rows `[start, stop)` of the inputs, with outputs of their own."""
         tokens = self.tokens[start:stop]
@@ -122,7 +133,7 @@ def uniform_batch(
     rows: int,
     *,
     dcp: Iterable[int] = (),
-    valid: float = 0.9,
+    valid: float = VALID,
     dtype: torch.dtype = torch.int32,
     device: torch.device | str = "cpu",
 ) -> Batch:
@@ -151,7 +162,7 @@ def decode_batch(
     missing = torch.arange(mtp, -1, -1)
     limits = (lengths[:, None] - missing).clamp_(min=1).flatten()
     req_id = torch.arange(len(requests)).repeat_interleave(rows)
-    return _trace_batch("trace decode", requests, req_id, limits, dcp, dtype, device)
+    return _trace_batch(DECODE, requests, req_id, limits, dcp, dtype, device)
 
 
 def prefill_batch(
@@ -173,11 +184,11 @@ def prefill_batch(
     counts = torch.tensor([count for _, count in taken])
     req_id = torch.arange(len(taken)).repeat_interleave(counts)
     chosen = [request for request, _ in taken]
-    return _trace_batch("trace prefill", chosen, req_id, limits, dcp, dtype, device)
+    return _trace_batch(PREFILL, chosen, req_id, limits, dcp, dtype, device)
 
 
 def trace_batches(
-    path: str | Path,
+    requests: Sequence[Request],
     rows: Iterable[int],
     mtp: int,
     *,
@@ -185,19 +196,34 @@ def trace_batches(
     dtype: torch.dtype = torch.int32,
     device: torch.device | str = "cpu",
 ) -> list[Batch]:
-    """Decode steps of about so many rows, as far as the trace has requests, and a prefill chunk.
-
-    Raises:
-        TraceError: the trace cannot be read.
-    """
-    requests = read_trace(path)
-    wanted = {max(1, count // (1 + mtp)) for count in rows}
-    sizes = sorted({min(count, len(requests), REQUESTS) for count in wanted})
+    """Decode steps of about so many rows (`decode_size`), and a prefill chunk."""
+    sizes = sorted({decode_size(requests, count, mtp) for count in rows})
     batches = [
         decode_batch(requests[:size], mtp, dcp=dcp, dtype=dtype, device=device) for size in sizes
     ]
     few = list(islice(requests, REQUESTS))
     return [*batches, prefill_batch(few, dcp=dcp, dtype=dtype, device=device)]
+
+
+def decode_size(requests: Sequence[Request], rows: int, mtp: int) -> int:
+    """Requests of the decode step that comes nearest to so many rows, and has no more if it can."""
+    return min(max(1, rows // (1 + mtp)), len(requests), REQUESTS)
+
+
+def why_no_step(requests: Sequence[Request], rows: int, mtp: int) -> str | None:
+    """Why no decode step has just so many rows, and how many are taken instead; or None."""
+    each = 1 + mtp
+    taken = decode_size(requests, rows, mtp) * each
+    if rows == taken:
+        return None
+    has = f"{each} rows" if each > 1 else "1 row"
+    if rows // each <= min(len(requests), REQUESTS):
+        why = f"each request has {has}"
+    elif len(requests) < REQUESTS:
+        why = f"the trace has {len(requests)} requests of {has}"
+    else:
+        why = f"a decode step takes at most {REQUESTS} requests of {has}"
+    return f"{why}, so T = {taken} instead"
 
 
 def rotated(batch: Batch, topk: int) -> list[Inputs]:

@@ -21,6 +21,7 @@ from mla_index.bench.contenders import COMPOSITION, COPY, OPERATIONS
 from mla_index.bench.plan import Plan
 from mla_index.bench.record import Row
 from mla_index.bench.run import run
+from mla_index.bench.workloads import PREFILL_ROWS, REQUESTS, VALID
 from mla_index.cli import devices, exits, files, screen, tables
 from mla_index.cli.explain import DTYPES
 from mla_index.cli.lists import listed
@@ -29,7 +30,7 @@ from mla_index.cli.progress import PatientProgress
 MOST_SHOWN = 5
 """Reasons that are printed before the rest is counted."""
 FEWEST_COLUMNS = 2
-"""T that are shown in a terminal of any width."""
+"""T that stand beside each other in a terminal of any width."""
 
 
 def bench(
@@ -49,7 +50,12 @@ def bench(
     ] = None,
     rows: Annotated[
         str | None,
-        typer.Option(metavar="T,…", help="Query rows; by default 1 to 32768 in powers of 2."),
+        typer.Option(
+            metavar="T,…",
+            help="Query rows; by default 1 to 32768 in powers of 2. With --trace those of a decode "
+            f"step, which takes at most {REQUESTS} requests: T up to {REQUESTS} * (1 + MTP), by "
+            "default from one request up to that; other T are told as left out.",
+        ),
     ] = None,
     topk: Annotated[
         str | None,
@@ -64,8 +70,13 @@ def bench(
         typer.Option(metavar="N,…", help="Ranks of which dcp_filter is one; by default 2,4,8."),
     ] = None,
     valid: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of entries that are not -1.")
-    ] = 0.9,
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help=f"Share of entries that are not -1; by default {VALID}. Not with --trace: there a "
+            "row has as many as it may see, up to K.",
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Of selection, block table, request ids and slots: int32 or int64.")
     ] = "int32",
@@ -73,9 +84,9 @@ def bench(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="A serving trace in JSON lines (as for `demo`): decode steps of T rows and a "
-            "prefill chunk of 8,192, with its request lengths, block tables and shared prefixes, "
-            "instead of uniform batches."
+            help="A serving trace in JSON lines (as for `demo`): decode steps of T rows, of at "
+            f"most {REQUESTS} requests, and a prefill chunk of {PREFILL_ROWS:,} rows, with its "
+            "request lengths, block tables and shared prefixes, instead of uniform batches."
         ),
     ] = None,
     mtp: Annotated[
@@ -128,6 +139,9 @@ def bench(
         raise exits.stop(f"--seconds must be at least 0, got {seconds}", exits.USAGE)
     if mtp is not None and trace is None:
         raise exits.stop("--mtp needs --trace: only its requests have drafted tokens", exits.USAGE)
+    if valid is not None and trace is not None:
+        told = "--valid goes without --trace: a trace's rows have as many entries as they may see"
+        raise exits.stop(told, exits.USAGE)
     with exits.errors_as_exits():
         plan = Plan(
             operations=listed("--op", op) or None,
@@ -171,7 +185,9 @@ def show(found: dict[str, Any], console: Console) -> None:
         for workload, topk in dict.fromkeys((row.workload, row.topk) for row in rows):
             own = [row for row in rows if (row.workload, row.topk) == (workload, topk)]
             title = f"{records.METRICS[metric]}: {workload}, K = {topk}"
-            console.print(Text(title, style="italic"), _times(own, console), "")
+            console.print(Text(title, style="italic"))
+            for part in _times(own, console):
+                console.print(part, "")
     facts = [row for row in table.rows if row.metric in ("host_us", "kernels", "peak_bytes")]
     if facts:
         console.print(_calls(facts), "")
@@ -215,14 +231,18 @@ def _table(title: str, *headings: str) -> Table:
     return tables.table(title, tables.text(first), *map(tables.numbers, others))
 
 
-def _times(rows: Sequence[Row], console: Console) -> Table:
-    """A column for each T; of more than there is room for, every second, and the largest stays."""
+def _times(rows: Sequence[Row], console: Console) -> list[Table]:
+    """A column for each T; of more than there is room for, in as few tables as it takes."""
     counts = sorted({row.rows for row in rows})
-    table = _times_at(counts, rows)
-    while len(counts) > FEWEST_COLUMNS and not tables.fits(table, console):
-        counts = counts[-1::-2][::-1]
-        table = _times_at(counts, rows)
-    return table
+    parts: list[Table] = []
+    for number in range(1, len(counts) + 1):
+        size = max(FEWEST_COLUMNS, -(-len(counts) // number))
+        parts = [
+            _times_at(counts[start : start + size], rows) for start in range(0, len(counts), size)
+        ]
+        if size == FEWEST_COLUMNS or all(tables.fits(part, console) for part in parts):
+            break
+    return parts
 
 
 def _times_at(counts: Sequence[int], rows: Sequence[Row]) -> Table:
