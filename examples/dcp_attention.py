@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(describe(report))
             if options.json:
                 options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except mla_index.BackendError as error:
+        raise SystemExit(f"--backend {options.backend}: {error}") from error
     finally:
         dist.destroy_process_group()
     return 0 if report["passed"] else 1
@@ -353,15 +355,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", default="auto", help="of mla_index, a name (auto)")
     parser.add_argument("--json", type=Path, help="file for the report")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"argument --json: there is no folder {options.json.parent}")
+    most = (2**31 - 1) // int(os.environ.get("WORLD_SIZE", "1"))
+    if options.interleave > most:
+        parser.error(f"argument --interleave: must be at most {most}, got {options.interleave}")
+    return options
 
 
 def positive(text: str) -> int:
     """An integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

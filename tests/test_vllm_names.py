@@ -477,12 +477,30 @@ def test_a_workspace_is_kept_for_the_layers_of_a_step_and_never_longer():
     assert slots(3) == [73, paged, 73]
     ids.set_(int32([0, -1, 0, 0]))
     assert slots(3) == [73, paged, 73]
+    first, second = (vllm._workspace(ids[:rows], starts, int("1000"), 2) for rows in (2, 3))
+    assert second is first  # made anew by the caller, of the same memory
+    assert vllm._workspace(ids[1:], starts, stride, 2) is not first
     ids.set_(int32([0, -1]))
     with pytest.raises(AssertionError, match="must cover the same tokens, got 2 and 3 rows"):
         slots(3)
     assert slots(2) == [73, paged]
     with pytest.raises(AssertionError, match="prefill_workspace_rank_stride must be an integer"):
         slots(2, prefill_workspace_rank_stride=True)
+
+
+def test_a_rank_that_is_a_tensor_counts_as_it_is_now():
+    rank = torch.tensor(0)
+
+    def slots():
+        tokens = int32([[0, 3] + [-1] * 126])
+        found = triton_filter_and_convert_dcp_index(
+            int32([0]), int32([[7]]), tokens, 2, rank, NUM_TOPK_TOKENS=128
+        )
+        return found[0, 0].item()
+
+    assert slots() == 448
+    rank.fill_(1)
+    assert slots() == 449
 
 
 class Gathers(torch.nn.Module):
@@ -492,7 +510,7 @@ class Gathers(torch.nn.Module):
         return triton_convert_req_index_to_global_index(
             req_id, table, tokens, NUM_TOPK_TOKENS=128, return_valid_counts=True,
             HAS_PREFILL_WORKSPACE=True, prefill_workspace_request_ids=ids,
-            prefill_workspace_starts=starts,
+            prefill_workspace_starts=starts, dcp_size=2, dcp_rank=1,
         )  # fmt: skip
 
 
@@ -510,6 +528,20 @@ def test_a_workspace_can_be_exported(strict):
     assert torch.equal(exported[1], counts)
     again = Gathers()(*arguments)
     assert torch.equal(again[0], slots)
+
+
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
+def test_a_share_of_ranks_compiles_whole():
+    def share(req_id, table, tokens):
+        return triton_filter_and_convert_dcp_index(
+            req_id, table, tokens, 2, 1, NUM_TOPK_TOKENS=128, return_valid_counts=True
+        )
+
+    arguments = (int32([0, 0]), int32([[5, 6]]), int32(range(256)).view(2, 128))
+    compiled = torch.compile(share, fullgraph=True, backend="eager")(*arguments)
+    for ours, eager in zip(compiled, share(*arguments), strict=True):
+        assert torch.equal(ours, eager)
 
 
 def test_a_negative_workspace_start_gives_no_negative_slot():

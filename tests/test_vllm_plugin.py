@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 import pickle
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -36,7 +37,7 @@ def _clean():
     vllm_stand_in.forget()
     yield
     vllm_plugin.uninstall()
-    vllm_plugin._warned.clear()
+    vllm_plugin._told.clear()
     vllm_stand_in.forget()
     sys.path[:] = path
     assert sys.meta_path == finders
@@ -145,6 +146,38 @@ def test_reloading(vllm):
     assert theirs(getattr(module, CONVERT))
 
 
+def test_an_import_beside_that_of_vllm_does_not_wait_for_it_forever(vllm):
+    """Imports hold the import system's lock while they ask our finder, and ours may be held."""
+    result = run(
+        """
+        import faulthandler, sys, threading, types
+        from mla_index.integrations import vllm_plugin
+        from vllm_stand_in import SPARSE_UTILS, load
+        vllm_plugin.install()
+        for number in range(2000):  # as many modules as a server has: replacing takes its time
+            module = types.ModuleType(f"module_{number}")
+            vars(module).update({f"name_{n}": n for n in range(60)})
+            sys.modules[module.__name__] = module
+        faulthandler.dump_traceback_later(20, exit=True)
+        done = threading.Event()
+        def others():
+            number = 0
+            while not done.is_set():
+                number += 1
+                try: __import__(f"nothing_{number}")
+                except ImportError: pass
+        thread = threading.Thread(target=others, daemon=True)
+        thread.start()
+        load(SPARSE_UTILS)
+        done.set()
+        thread.join()
+        print(vllm_plugin.installed())
+        """,
+        vllm,
+    )
+    assert result.stdout == "True\n", result.stderr
+
+
 def test_imports_by_threads(vllm):
     vllm_plugin.install()
     threads = [threading.Thread(target=load, args=(name,)) for name in CALLERS]
@@ -153,6 +186,13 @@ def test_imports_by_threads(vllm):
     for thread in threads:
         thread.join()
     assert {who(name) for name in CALLERS} == {"ours"}
+
+
+def test_its_loader_tells_what_the_real_one_tells(vllm):
+    vllm_plugin.install()
+    loader = importlib.util.find_spec(SPARSE_UTILS).loader
+    assert f"def {CONVERT}(" in loader.get_source(SPARSE_UTILS)
+    assert loader.get_code(SPARSE_UTILS).co_filename.endswith("sparse_utils.py")
 
 
 def test_the_module_looks_as_if_nobody_had_meddled(vllm):
@@ -239,8 +279,18 @@ def test_one_line_says_what_was_replaced_and_by_whom(vllm, caplog):
     mla_index.set_default_backend("torch")
     vllm_plugin.install()
     (line,) = [r.getMessage() for r in caplog.records if r.name == "vllm.mla_index"]
-    for told in (*SIGNATURES, "in 3 modules", "by torch (by set_default_backend)", "vLLM's keys"):
+    for told in (*SIGNATURES, "in 3 modules", "by torch (by set_default_backend)", "warm-up asks"):
         assert told in line
+
+
+def test_no_backend_that_could_serve_is_a_warning(vllm, caplog, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: None)
+    mla_index.set_default_backend("cupy")
+    vllm_plugin.install()
+    load(SPARSE_UTILS)
+    (line,) = [r for r in caplog.records if r.name == "vllm.mla_index"]
+    assert line.levelno == logging.WARNING
+    assert "on cpu by no backend (by set_default_backend)" in line.getMessage()
 
 
 def test_a_backend_that_there_is_not_is_told_at_once(vllm, monkeypatch):
@@ -305,6 +355,49 @@ def test_another_vllm_is_left_alone(case, tmp_path, caplog):
     assert vllm_forms.form_of_source(source) == vllm_forms.form_of_module(module)
 
 
+def test_a_vllm_that_was_left_alone_is_looked_at_again_when_it_is_imported_again_only(
+    tmp_path, monkeypatch
+):
+    how, _ = OTHER["another default"]
+    sys.path.insert(0, str(vllm_stand_in.write(tmp_path, **how)))
+    vllm_plugin.install()
+    module = load(SPARSE_UTILS)
+    looks = []
+    look = vllm_forms.form_of_module
+    monkeypatch.setattr(vllm_forms, "form_of_module", lambda m: looks.append(m) or look(m))
+    for number in range(3):
+        importlib.util.find_spec(f"nothing_{number}")
+    vllm_plugin.install()
+    assert looks == []
+    vllm_stand_in.write(tmp_path)
+    importlib.invalidate_caches()
+    shutil.rmtree(vllm_forms.source_in(tmp_path).parent / "__pycache__", ignore_errors=True)
+    importlib.reload(module)
+    assert len(looks) == 1
+    assert is_ours(getattr(module, CONVERT))
+
+
+def test_a_name_that_is_no_function_is_neither_replaced_nor_replaces(tmp_path):
+    """What stands for a missing function is often None, and every module has that."""
+    tail = "request_row_bounds = None\n"
+    folder = vllm_stand_in.write(tmp_path, changed={"request_row_bounds": None}, tail=tail)
+    sys.path.insert(0, str(folder))
+    vllm_plugin.install()
+    module = load(SPARSE_UTILS)
+    assert is_ours(getattr(module, CONVERT))
+    assert module.request_row_bounds is None
+    assert vllm_plugin.__dict__["_left_alone"] is None
+
+
+def test_a_function_that_does_not_tell_its_parameters_is_a_difference(tmp_path, caplog):
+    folder = vllm_stand_in.write(tmp_path, tail="flat_kv_row_view = getattr\n")
+    sys.path.insert(0, str(folder))
+    vllm_plugin.install()
+    assert theirs(getattr(load(SPARSE_UTILS), CONVERT))
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert "flat_kv_row_view does not tell its parameters" in warning.getMessage()
+
+
 def test_the_older_form_is_replaced(tmp_path, caplog):
     """Without `idx_mapping`, with fewer functions and no warm-up."""
     caplog.set_level(logging.INFO)
@@ -353,6 +446,7 @@ class Recorder:
 KEYS = {
     "plain": {},
     "counted": {"count_valid": True, "compact_to_front": True},
+    "numbers for flags": {"count_valid": 1, "compact_to_front": 1},
     "mapping": {"count_valid": True, "compact_to_front": True, "has_idx_mapping": True},
     "workspace": {"count_valid": True, "compact_to_front": True, "has_prefill_workspace": True},
     "ranks": {

@@ -98,7 +98,7 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["fits"] is None:
         typer.echo("vLLM is not installed")
     elif facts["fits"]:
-        warmed = "warmed with vLLM's keys" if facts["warmup"] else "compiled at their first use"
+        warmed = "warmed as vLLM's warm-up asks" if facts["warmup"] else "compiled at their first use"
         typer.echo(f"vLLM {facts['vllm']} fits; kernels are {warmed}; the plugin replaces")
         for name in facts["replaced"]:
             typer.echo(f"  {name}")

@@ -196,7 +196,8 @@ def triton_filter_and_convert_dcp_index(
     except BackendError:
         raise
     except (TypeError, ValueError) as error:
-        raise AssertionError(_renamed(error, _REMAP_NAMES)) from error
+        names = _REMAP_NAMES if dcp_size == 1 else _FILTER_NAMES
+        raise AssertionError(_renamed(error, names)) from error
     return slots if counts is None else (slots, counts)
 
 
@@ -270,30 +271,31 @@ def request_row_bounds(req_idx: "np.ndarray") -> "np.ndarray":
 
 # --- refusals, and what is made of vLLM's arguments ---------------------------------------------
 
-_dcp = lru_cache(maxsize=256, typed=True)(Dcp)
+# As in `operations`, a constant to a compiler.
+_compiling = torch.compiler.is_dynamo_compiling
+
+_kept_dcp = lru_cache(maxsize=256)(Dcp)
 """A description is checked when it is made, which costs more than the rest of a call."""
 
 
+def _dcp(size: int, rank: int, interleave: int) -> Dcp:
+    if _compiling() or not type(size) is type(rank) is type(interleave) is int:
+        # A compiler sees through no cache, and of numbers some may change: a tensor's.
+        return Dcp(size, rank, interleave)
+    return _kept_dcp(size, rank, interleave)
+
+
 class _Made(NamedTuple):
-    """A workspace and what it was made of.
+    """A workspace and what else it was made of."""
 
-    `memory` is where the ids lay, if the workspace has a part of them: the tensor may since have
-    been given other memory in place. A workspace that has the tensor itself goes along with that.
-    """
-
-    request_ids: torch.Tensor
     starts: torch.Tensor
     rank_stride: int | None
     rows: int
-    memory: tuple[object, ...] | None
     workspace: PrefillWorkspace
 
 
 _latest: _Made | None = None
-"""The last one, kept for a caller that passes the same objects in every layer of a step."""
-
-# As in `operations`, a constant to a compiler.
-_compiling = torch.compiler.is_dynamo_compiling
+"""The last one, kept for a caller that passes the same in every layer of a step."""
 
 
 def _workspace(
@@ -307,24 +309,34 @@ def _workspace(
         # What is traced has no address, and must not be kept.
         return _made_workspace(request_ids, starts, rank_stride, num_tokens)
     if _latest is not None:
-        ids, of, stride, rows, memory, workspace = _latest
+        of, stride, rows, workspace = _latest
         if (
-            ids is request_ids
-            and of is starts
-            and stride is rank_stride
+            of is starts
+            and stride == rank_stride
+            and type(stride) is type(rank_stride)
             and rows == num_tokens
-            and (request_ids.shape[0] == rows if memory is None else memory == _memory(request_ids))
         ):
-            return workspace
+            mine = workspace.request_ids
+            if mine is request_ids:  # whatever has become of it in place is what is meant
+                if mine.shape[0] == rows:
+                    return workspace
+            elif _begins_with(request_ids, mine, rows):
+                return workspace
     workspace = _made_workspace(request_ids, starts, rank_stride, num_tokens)
-    if starts is not None:
-        memory = None if workspace.request_ids is request_ids else _memory(request_ids)
-        _latest = _Made(request_ids, starts, rank_stride, num_tokens, memory, workspace)
+    if starts is not None and (rank_stride is None or type(rank_stride) is int):
+        _latest = _Made(starts, rank_stride, num_tokens, workspace)
     return workspace
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+def _begins_with(ids: torch.Tensor, kept: torch.Tensor, rows: int) -> bool:
+    """Whether `kept` is the first `rows` elements of `ids`, in the same memory."""
+    return (
+        ids.data_ptr() == kept.data_ptr()
+        and ids.shape[0] >= rows == kept.shape[0]
+        and ids.stride() == kept.stride()
+        and ids.dtype is kept.dtype
+        and ids.device == kept.device
+    )
 
 
 def _made_workspace(
@@ -386,6 +398,8 @@ def _refuse_ranks(size: int, rank: int, interleave: int, block_size: int) -> NoR
 _REMAP_NAMES = {
     "block_size": "BLOCK_SIZE",
     "block_stride_rows": "BLOCK_STRIDE_ROWS",
+    "compact": "return_valid_counts",
+    "counts": "return_valid_counts",
     "counts_out": "valid_counts_out",
     "request_rows": "idx_mapping",
     "workspace.rank_stride": "prefill_workspace_rank_stride",
@@ -395,11 +409,12 @@ _REMAP_NAMES = {
     "Dcp.rank": "dcp_rank",
     "Dcp.size": "dcp_size",
 }
+_FILTER_NAMES = {**_REMAP_NAMES, "compact": "compact_valid_to_front"}
 _LENGTH_NAMES = {"counts": "valid_counts", "slots": "physical_indices"}
 """vLLM's names of what the operations name in their errors."""
 
 
 def _renamed(error: Exception, names: dict[str, str]) -> str:
     """The message of an error with vLLM's names of the arguments."""
-    named = rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?![\w.])"
+    named = rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?!\w|\.(?!dtype))"
     return re.sub(named, lambda match: names[match[0]], str(error))

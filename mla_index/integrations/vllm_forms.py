@@ -62,11 +62,12 @@ class Form:
     """What was found in one vLLM.
 
     Args:
-        parameters: of each function of `FUNCTIONS` that is there, by its name.
+        parameters: of each function of `FUNCTIONS` that is there, by its name; None where Python
+            cannot tell them.
         key_fields: of the warm-up's keys, or None where there is no such warm-up.
     """
 
-    parameters: Mapping[str, tuple[Parameter, ...]]
+    parameters: Mapping[str, tuple[Parameter, ...] | None]
     key_fields: frozenset[str] | None
 
     def differences(self) -> list[str]:
@@ -84,9 +85,11 @@ class Form:
         return found
 
 
-def _difference(name: str, parameters: tuple[Parameter, ...]) -> str | None:
+def _difference(name: str, parameters: tuple[Parameter, ...] | None) -> str | None:
     """How the parameters of a function differ from what was checked, or None."""
-    wanted = {p.name: p for p in _bare(FUNCTIONS[name])}
+    if parameters is None:
+        return "does not tell its parameters"
+    wanted = {p.name: p for p in _bare(FUNCTIONS[name]) or ()}
     given = {p.name: p for p in parameters}
     lacking = [p for p in wanted if p not in given and p not in OPTIONAL.get(name, ())]
     unknown = [p for p in given if p not in wanted]
@@ -104,9 +107,12 @@ def _difference(name: str, parameters: tuple[Parameter, ...]) -> str | None:
     return None
 
 
-def _bare(function: Callable[..., object]) -> tuple[Parameter, ...]:
-    """The parameters without annotations, which bind nobody."""
-    parameters = inspect.signature(function).parameters.values()
+def _bare(function: Callable[..., object]) -> tuple[Parameter, ...] | None:
+    """The parameters without annotations, which bind nobody; None where Python cannot tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
     return tuple(parameter.replace(annotation=Parameter.empty) for parameter in parameters)
 
 

@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,11 +38,16 @@ logger = logging.getLogger("vllm.mla_index")
 """Below vLLM's own logger, so that its line stands in the server's log."""
 
 _lock = threading.RLock()
+"""Its holder imports nothing and logs nothing: an import may be waiting for it."""
 _finder: _Finder | None = None
 _pairs: list[tuple[object, object]] = []
 """Each of vLLM's functions that was replaced, and what stands in its place."""
 _hooked: list[Any] = []
 """The kernel owners whose `compile` is ours."""
+_left_alone: ModuleType | None = None
+"""vLLM's module, if it did not fit: it is not looked at again at every import."""
+_service: _Told | None = None
+"""Which backend serves, as `install` found; a warning where none does."""
 
 
 def _after_fork() -> None:
@@ -74,22 +79,22 @@ def install() -> None:
     Raises:
         UnknownBackend: a setting names a backend that there is not.
     """
-    global _finder
-    _who_serves()  # a setting that is wrong is told now, not at the first request
+    global _finder, _service
+    _service = _who_serves()  # a setting that is wrong is told now, not at the first request
     with _lock:
         if _finder is None:
             _finder = _Finder()
             sys.meta_path.insert(0, _finder)
-        _replace_if_imported()
+    _replace_if_imported()
 
 
 def uninstall() -> None:
     """Put vLLM's own functions back in every module that has ours from `install`."""
-    global _finder
+    global _finder, _left_alone
     with _lock:
         if _finder is not None and _finder in sys.meta_path:
             sys.meta_path.remove(_finder)
-        _finder = None
+        _finder = _left_alone = None
         _swap({id(ours): theirs for theirs, ours in _pairs})
         _pairs.clear()
         for kernel in _hooked:
@@ -112,8 +117,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != MODULE:
-            if not _pairs:
-                _replace_if_imported()  # its import was under way when we were installed
+            if not _pairs:  # vLLM's import was under way when we were installed
+                # The import system's own lock is held here. So no other lock is waited for: not
+                # this module's, whose holder or the next import does it, and not a log's.
+                _replace_if_imported(wait=False)
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -134,59 +141,81 @@ class _Loader(importlib.abc.Loader):
         return self.real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        global _left_alone
         module.__loader__ = self.real
         if module.__spec__ is not None:
             module.__spec__.loader = self.real
         self.real.exec_module(module)
-        with _lock:
-            if _finder is not None:
-                _replace(module)
+        _left_alone = None  # what was imported again may be another
+        _replace(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)  # what else a loader has: the source, the code
 
 
-def _replace_if_imported() -> None:
-    with _lock:
-        module = sys.modules.get(MODULE)
-        under_way = getattr(getattr(module, "__spec__", None), "_initializing", False)
-        if module is not None and not under_way:
-            _replace(module)
+def _replace_if_imported(*, wait: bool = True) -> None:
+    module = sys.modules.get(MODULE)
+    under_way = getattr(getattr(module, "__spec__", None), "_initializing", False)
+    if module is not None and module is not _left_alone and not under_way:
+        _replace(module, wait=wait)
 
 
 # --- what ---------------------------------------------------------------------------------------
 
 
-def _replace(module: ModuleType) -> None:
+def _replace(module: ModuleType, *, wait: bool = True) -> None:
     """Replace the functions of vLLM's module wherever they are held, and hook its warm-up."""
-    theirs = {name: getattr(module, name) for name in FUNCTIONS if hasattr(module, name)}
+    if not _lock.acquire(blocking=wait):
+        return
+    try:
+        told = None if _finder is None else _replaced(module)
+    finally:
+        _lock.release()
+    if told is not None and told not in _told:
+        if told.level == logging.WARNING:
+            _told.add(told)
+        if wait:
+            logger.log(*told)
+        else:
+            threading.Thread(target=logger.log, args=told, daemon=True).start()
+
+
+class _Told(NamedTuple):
+    """What is to be logged; a warning once."""
+
+    level: int
+    text: str
+
+
+_told: set[_Told] = set()
+
+
+def _replaced(module: ModuleType) -> _Told | None:
+    """What was done; None where nothing was to do. The caller holds the lock."""
+    global _left_alone
+    form = vllm_forms.form_of_module(module)
+    theirs = {name: getattr(module, name) for name in form.parameters}
     ours = {id(replacement) for _, replacement in _pairs}
     if any(id(function) in ours for function in theirs.values()):
-        return
-    differences = vllm_forms.form_of_module(module).differences()
+        return None
+    differences = form.differences()
     if differences:
-        _warn_once(
+        _left_alone = module
+        return _Told(
+            logging.WARNING,
             f"mla_index leaves this vLLM alone, which is not as {vllm_forms.CHECKED}, "
-            f"the one that was checked: {'; '.join(differences)}"
+            f"the one that was checked: {'; '.join(differences)}",
         )
-        return
     pairs = [(function, _twin(name, function)) for name, function in theirs.items()]
     held = _swap({id(function): twin for function, twin in pairs})
     _pairs.extend(pairs)
-    warmup = _hook_warmup(module)
-    logger.info(
-        "mla_index replaces %s in %d modules; %s; its kernels are %s",
-        ", ".join(theirs),
-        held,
-        _who_serves(),
-        "warmed with vLLM's keys" if warmup else "compiled at their first use",
+    how = "warmed as vLLM's warm-up asks" if _hook_warmup(module) else "compiled at their first use"
+    level, served = _service or _Told(logging.INFO, "")
+    return _Told(
+        level,
+        f"mla_index replaces {', '.join(theirs)} in {held} modules; {served}; "
+        f"its kernels are {how}",
     )
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning(message)
 
 
 def _twin(name: str, original: object) -> FunctionType:
@@ -218,12 +247,13 @@ def _swap(replacements: Mapping[int, object]) -> int:
     return changed
 
 
-def _who_serves() -> str:
+def _who_serves() -> _Told:
     """Which backend, as far as it can be told without touching a device."""
     accelerator = torch.accelerator.current_accelerator(check_available=False)
     device = accelerator or torch.device("cpu")
     answer = explain("remap", device=device, probe=False)
-    return f"on {device.type} by {answer.chosen or 'no backend'} (by {answer.source})"
+    text = f"on {device.type} by {answer.chosen or 'no backend'} (by {answer.source})"
+    return _Told(logging.INFO if answer.chosen else logging.WARNING, text)
 
 
 # --- warm-up ------------------------------------------------------------------------------------
@@ -254,10 +284,10 @@ def warm(compile_key: Any) -> None:
         topk=compile_key.num_topk_tokens,
         dcp_size=compile_key.dcp_size,
         dcp_interleave=compile_key.dcp_interleave,
-        compact=compile_key.compact_to_front,
-        counts=compile_key.count_valid,
-        request_rows=getattr(compile_key, "has_idx_mapping", False),
-        workspace=compile_key.has_prefill_workspace,
+        compact=bool(compile_key.compact_to_front),
+        counts=bool(compile_key.count_valid),
+        request_rows=bool(getattr(compile_key, "has_idx_mapping", False)),
+        workspace=bool(compile_key.has_prefill_workspace),
     )
     warming.warmup("remap", spec, device=device)
     warming.warmup("safe_lengths", SafeLengthsSpec(), device=device)
