@@ -180,7 +180,7 @@ def test_nan_is_a_failure(example, monkeypatch):
 
 def test_a_named_backend_is_used_or_refused(example):
     assert example.main([*SMALL, "--backend", "torch"]) == 0
-    with pytest.raises(SystemExit, match="^--backend cupy: no backend for dcp_filter on cpu"):
+    with pytest.raises(SystemExit, match="backend cupy: no backend for dcp_filter on cpu"):
         example.main([*SMALL, "--backend", "cupy"])
     assert not dist.is_initialized()
 

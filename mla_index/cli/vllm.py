@@ -98,7 +98,8 @@ def _show(facts: dict[str, Any]) -> None:
     if facts["fits"] is None:
         typer.echo("vLLM is not installed")
     elif facts["fits"]:
-        warmed = "warmed as vLLM's warm-up asks" if facts["warmup"] else "compiled at their first use"
+        asked = facts["warmup"]
+        warmed = "warmed as vLLM's warm-up asks" if asked else "compiled at their first use"
         typer.echo(f"vLLM {facts['vllm']} fits; kernels are {warmed}; the plugin replaces")
         for name in facts["replaced"]:
             typer.echo(f"  {name}")
