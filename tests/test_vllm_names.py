@@ -718,3 +718,43 @@ def test_side_stream_in_a_captured_graph():
     right = oracle.remap(s.problem(), compact=True)
     assert out.tolist() == right.slots
     assert counts.tolist() == right.counts
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: streams and graphs")
+@pytest.mark.parametrize("converted", ["between", "captured"])
+def test_pieces_of_a_step_captured_apart(converted):
+    """As piecewise capture runs a step: graphs of one pool, the conversion between them or one."""
+    s = step(2176)
+    selected = torch.empty_like(s.topk)
+    out = torch.full((9, 2176), 7, dtype=I32, device=DEVICE)
+    counts = torch.full((9,), 7, dtype=I32, device=DEVICE)
+    total = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    pool = torch.cuda.graph_pool_handle()
+
+    def convert():
+        triton_convert_req_index_to_global_index(
+            s.req_id[:6], s.table, selected, BLOCK_STRIDE_ROWS=192, NUM_TOPK_TOKENS=2176,
+            return_valid_counts=True, out=out[:6], valid_counts_out=counts[:6],
+        )  # fmt: skip
+
+    def captured(work):
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            work()
+        return graph.replay
+
+    pieces = [
+        captured(lambda: selected.copy_(s.topk)),
+        captured(convert) if converted == "captured" else convert,
+        captured(lambda: total.copy_(counts[:6].sum())),
+    ]
+    for _ in range(3):
+        s.topk.copy_(s.topk.roll(1, 0))
+        for piece in pieces:
+            piece()
+        right = oracle.remap(s.problem(), compact=True)
+        assert out[:6].tolist() == right.slots
+        assert counts[:6].tolist() == right.counts
+        assert total.item() == sum(right.counts)
+    assert out[6:].unique().tolist() == counts[6:].unique().tolist() == [7]
