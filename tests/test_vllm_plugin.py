@@ -146,6 +146,17 @@ def test_reloading(vllm):
     assert theirs(getattr(module, CONVERT))
 
 
+def test_finders_that_ask_the_others_do_not_ask_each_other(vllm):
+    """As ours does, which is there twice where this package was imported twice."""
+    second = vllm_plugin._Finder()
+    vllm_plugin.install()
+    sys.meta_path.insert(0, second)
+    try:
+        assert is_ours(getattr(load(SPARSE_UTILS), CONVERT))
+    finally:
+        sys.meta_path.remove(second)
+
+
 def test_an_import_beside_that_of_vllm_does_not_wait_for_it_forever(vllm):
     """Imports hold the import system's lock while they ask our finder, and ours may be held."""
     result = run(
@@ -262,6 +273,20 @@ def test_back_everywhere(vllm):
     assert theirs(load(f"{MLA}.cyclic").call())
     vllm_plugin.install()
     assert {who(name) for name in CALLERS} == {"ours"}
+
+
+def test_back_after_others_put_vllms_back(vllm):
+    """And it was installed again, so that the owner of the kernel was hooked twice."""
+    module = load(SPARSE_UTILS)
+    own = {name: getattr(module, name) for name in SIGNATURES}
+    vllm_plugin.install()
+    vars(module).update(own)
+    vllm_plugin.install()
+    assert is_ours(getattr(module, CONVERT))
+    vllm_plugin.uninstall()
+    assert {name: getattr(module, name) for name in SIGNATURES} == own
+    assert "compile" not in vars(module._CONVERT_REQ_INDEX_TO_GLOBAL_INDEX_KERNEL)
+    assert not vllm_plugin.installed()
 
 
 def test_back_before_vllm_is_imported(vllm):
@@ -504,6 +529,22 @@ def test_vllms_warmup_warms_what_is_then_called(kind, vllm, monkeypatch):
     vllm_plugin.uninstall()
     owner.compile_many(["key"])
     assert owner.compiled == ["key"]
+
+
+def test_an_owner_that_takes_no_other_compile_is_left_to_itself(tmp_path, caplog):
+    """The functions are replaced all the same, and an import of vLLM does not fail for it."""
+    caplog.set_level(logging.INFO)
+    tail = (
+        "class Fixed(ConvertKernel):\n"
+        "    def __setattr__(self, name, value): raise AttributeError(name)\n"
+        "    def __init__(self): pass\n"
+        "_CONVERT_REQ_INDEX_TO_GLOBAL_INDEX_KERNEL = Fixed()\n"
+    )
+    sys.path.insert(0, str(vllm_stand_in.write(tmp_path, tail=tail)))
+    vllm_plugin.install()
+    assert is_ours(getattr(load(SPARSE_UTILS), CONVERT))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "vllm.mla_index"]
+    assert "compiled at their first use" in line
 
 
 # --- processes and packaging ---------------------------------------------------------------------

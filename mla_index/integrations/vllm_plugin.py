@@ -98,7 +98,8 @@ def uninstall() -> None:
         _swap({id(ours): theirs for theirs, ours in _pairs})
         _pairs.clear()
         for kernel in _hooked:
-            del kernel.compile
+            if kernel.compile is warm:  # may have been put back by others
+                del kernel.compile
         _hooked.clear()
 
 
@@ -122,13 +123,19 @@ class _Finder(importlib.abc.MetaPathFinder):
                 # this module's, whose holder or the next import does it, and not a log's.
                 _replace_if_imported(wait=False)
             return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+        for finder in _behind(self):
+            spec: importlib.machinery.ModuleSpec | None = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader)
                 return spec
         return None
+
+
+def _behind(finder: _Finder) -> list[Any]:
+    """The finders that come after one: those before it were asked, and may be asking it."""
+    finders: list[Any] = list(sys.meta_path)
+    return finders[finders.index(finder) + 1 :] if finder in finders else finders
 
 
 class _Loader(importlib.abc.Loader):
@@ -260,11 +267,14 @@ def _who_serves() -> _Told:
 
 
 def _hook_warmup(module: ModuleType) -> bool:
-    """Let vLLM's warm-up warm our kernels; False where there is none."""
+    """Let vLLM's warm-up warm our kernels; False where there is none, or it takes no other."""
     kernel = getattr(module, WARMUP_KERNEL, None)
     if kernel is None:
         return False
-    kernel.compile = warm
+    try:
+        kernel.compile = warm
+    except AttributeError:
+        return False
     _hooked.append(kernel)
     return True
 
