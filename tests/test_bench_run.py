@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from mla_index import simulation
+from mla_index.bench import contenders as contenders_module
 from mla_index.bench import importing, measure, warming
+from mla_index.bench import run as run_module
 from mla_index.bench.contenders import COMPOSITION, COPY
 from mla_index.bench.plan import Plan, contenders, too_large, usable_backends
 from mla_index.bench.record import METRICS, RecordError, Table, read, rows_of, write
@@ -145,6 +147,26 @@ def test_what_breaks_leaves_the_others_their_times(monkeypatch):
     found = run(Plan(**{**TINY, "operations": ("remap",), "rows": (4,), "topk": (32,)}))
     assert any("OSError: gone" in told for told in found["wrong"])
     assert list(Table(rows_of(found)).find("cpu_us", provider="torch", operation="remap"))
+
+
+def test_what_breaks_on_the_host_leaves_the_others_their_times(monkeypatch):
+    def breaks():
+        raise RuntimeError("once too often")
+
+    def bind(operation, provider, inputs, dcp):
+        return breaks if provider == "auto" else contenders_module.bind(
+            operation, provider, inputs, dcp
+        )  # fmt: skip
+
+    monkeypatch.setattr(run_module, "bind", bind)
+    found = run(Plan(operations=("flat_row_view",), quick=True, seconds=0.0))
+    table = Table(rows_of(found))
+    assert table.value("host_us", operation="flat_row_view", provider="torch") > 0
+    assert table.value("host_us", operation="flat_row_view", provider="auto") is None
+    assert found["wrong"] == [
+        "flat_row_view of 1 ranks on the host: RuntimeError: once too often",
+        "flat_row_view on auto on the host: RuntimeError: once too often",
+    ]
 
 
 def test_a_device_that_is_too_small_is_no_failure():
