@@ -213,7 +213,7 @@ def _replaced(module: ModuleType) -> _Told | None:
             f"mla_index leaves this vLLM alone, which is not as {vllm_forms.CHECKED}, "
             f"the one that was checked: {'; '.join(differences)}",
         )
-    pairs = [(function, _twin(name, function)) for name, function in theirs.items()]
+    pairs = [(function, _twin(name)) for name, function in theirs.items()]
     held = _swap({id(function): twin for function, twin in pairs})
     _pairs.extend(pairs)
     how = "warmed as vLLM's warm-up asks" if _hook_warmup(module) else "compiled at their first use"
@@ -225,7 +225,7 @@ def _replaced(module: ModuleType) -> _Told | None:
     )
 
 
-def _twin(name: str, original: object) -> FunctionType:
+def _twin(name: str) -> FunctionType:
     """A function of our code that is nobody else's object, so that it can be found and taken back.
 
     It passes for vLLM's: a reference by module and name leads to what is in place there.
