@@ -585,6 +585,42 @@ def test_forked_workers(vllm):
     assert result.stdout == "fine\n", result.stderr
 
 
+def test_a_worker_forked_in_the_middle_gives_all_back(vllm):
+    result = run(
+        """
+        import os, threading
+        from mla_index.integrations import vllm_plugin
+        from vllm_stand_in import CALLERS, CONVERT, SPARSE_UTILS, load
+        module = load(SPARSE_UTILS)
+        for name in CALLERS: load(name)
+        def theirs(): return getattr(module, CONVERT).__code__.co_filename.endswith("utils.py")
+        swap, middle, go_on = vllm_plugin._swap, threading.Event(), threading.Event()
+        def slowly(replacements):
+            held = swap(replacements)
+            if threading.current_thread() is not threading.main_thread():
+                middle.set()
+                go_on.wait()
+            return held
+        vllm_plugin._swap = slowly
+        thread = threading.Thread(target=vllm_plugin.register)
+        thread.start()
+        middle.wait()
+        if not (child := os.fork()):
+            vllm_plugin.register()
+            installed = not theirs()
+            vllm_plugin.uninstall()
+            os._exit(0 if installed and theirs() else 1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        go_on.set()
+        thread.join()
+        vllm_plugin.uninstall()
+        print(status, theirs())
+        """,
+        vllm,
+    )
+    assert result.stdout == "0 True\n", result.stderr
+
+
 def test_spawned_workers(vllm):
     result = run(
         """

@@ -214,8 +214,8 @@ def _replaced(module: ModuleType) -> _Told | None:
             f"the one that was checked: {'; '.join(differences)}",
         )
     pairs = [(function, _twin(name)) for name, function in theirs.items()]
+    _pairs.extend(pairs)  # first: what is forked in the middle must know what to give back
     held = _swap({id(function): twin for function, twin in pairs})
-    _pairs.extend(pairs)
     how = "warmed as vLLM's warm-up asks" if _hook_warmup(module) else "compiled at their first use"
     level, served = _service or _Told(logging.INFO, "")
     return _Told(
