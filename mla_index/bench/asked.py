@@ -23,8 +23,6 @@ SLACK_SHARE, SLACK_US = 0.03, 0.15
 """Slower than vLLM by the larger of these is still as fast."""
 NOTICEABLE_US = 3.0
 """Below, the launch itself is most of a kernel's time, and no ratio is asked for."""
-WIDE_TOPK = 16
-"""Below, an output's row is under 64 bytes, and what is held once a row counts for as much."""
 
 
 class Point(NamedTuple):
@@ -221,13 +219,12 @@ def plainly(metric: str, provider: str | None = None, *operations: str) -> Measu
 
 
 def memory_over_output(provider: str) -> Measure:
-    """Peak memory over the bytes of the slots, for K of at least `WIDE_TOPK`."""
+    """Peak memory over the bytes of the slots."""
 
     def measure(table: Table) -> Iterator[Point]:
         for row in table.find("peak_bytes", provider=provider):
             size = 8 if row.dtype == "int64" else 4
-            if row.topk >= WIDE_TOPK:
-                yield Point(row.value / (row.rows * row.topk * size), _where(row))
+            yield Point(row.value / (row.rows * row.topk * size), _where(row))
 
     return measure
 
@@ -317,10 +314,7 @@ TARGETS: tuple[Target, ...] = (
         "torch: kernels with everything", plainly("kernels", "torch", "everything"), 55,
         unit="kernels",
     ),
-    Target(
-        f"torch: memory, K ≥ {WIDE_TOPK}",
-        memory_over_output("torch"), 6, unit="× the output",
-    ),
+    Target("torch: memory", memory_over_output("torch"), 6, unit="× the output"),
     Target(
         "torch over the plain composition of gather and where",
         over(
