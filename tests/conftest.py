@@ -24,6 +24,15 @@ def needed(package: str) -> Any:
     return pytest.importorskip(package, reason=f"{package} is not installed")
 
 
+def compiled_here(variable: str, compiles: bool) -> None:
+    """Skip a module whose kernels an environment variable keeps from compiling; CI must compile."""
+    if compiles:
+        return
+    if os.environ.get("CI"):
+        raise RuntimeError(f"CI must run this module without {variable}")
+    pytest.skip(f"{variable} is set: nothing is compiled", allow_module_level=True)
+
+
 @pytest.fixture(autouse=True)
 def _selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No setting of the developer's shell reaches a test, and none of a test's reaches the next."""

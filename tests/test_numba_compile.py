@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import compiled_here
 
 try:
     from mla_index.backends.numba import compile as compiler
@@ -28,8 +29,7 @@ except ImportError as error:
 
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
-if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0":
-    pytest.skip("NUMBA_ENABLE_CUDASIM is set: nothing is compiled", allow_module_level=True)
+compiled_here("NUMBA_ENABLE_CUDASIM", os.environ.get("NUMBA_ENABLE_CUDASIM", "0") == "0")
 
 INT32, INT64 = torch.int32, torch.int64
 CARDS = [(8, 0), (9, 0), (10, 0), (12, 0)]

@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needed
+from conftest import compiled_here, needed
 
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
 triton = needed("triton")
 variants = needed("mla_index.backends.triton.variants")
 
-if not isinstance(variants.kernels.remap, triton.JITFunction):
-    pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
+compiled_here("TRITON_INTERPRET", isinstance(variants.kernels.remap, triton.JITFunction))
 
 from triton.backends.compiler import GPUTarget  # noqa: E402 (after the question for triton)
 
