@@ -87,6 +87,7 @@ def triton_convert_req_index_to_global_index(
         or NUM_TOPK_TOKENS % BLOCK_N
     ):
         _refuse_indices(req_id, block_table, token_indices, NUM_TOPK_TOKENS, BLOCK_N)
+    # `_check_plain` written out for what most calls give: asking it costs 0.1 µs each.
     if out is not None and (out.dtype is not INT32 or not out.is_contiguous()):
         _check_plain(out, "out")
     if not return_valid_counts:
@@ -416,5 +417,5 @@ _LENGTH_NAMES = {"counts": "valid_counts", "slots": "physical_indices"}
 
 def _renamed(error: Exception, names: dict[str, str]) -> str:
     """The message of an error with vLLM's names of the arguments."""
-    named = rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?!\w|\.(?!dtype))"
+    named = rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?!\w)"
     return re.sub(named, lambda match: names[match[0]], str(error))

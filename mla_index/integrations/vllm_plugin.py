@@ -37,6 +37,14 @@ from mla_index.specs import RemapSpec, SafeLengthsSpec
 logger = logging.getLogger("vllm.mla_index")
 """Below vLLM's own logger, so that its line stands in the server's log."""
 
+
+class _Told(NamedTuple):
+    """What is to be logged; a warning once."""
+
+    level: int
+    text: str
+
+
 _lock = threading.RLock()
 """Its holder imports nothing and logs nothing: an import may be waiting for it."""
 _finder: _Finder | None = None
@@ -46,8 +54,9 @@ _hooked: list[Any] = []
 """The kernel owners whose `compile` is ours."""
 _left_alone: ModuleType | None = None
 """vLLM's module, if it did not fit: it is not looked at again at every import."""
-_service: _Told | None = None
-"""Which backend serves, as `install` found; a warning where none does."""
+_service = _Told(logging.INFO, "")
+"""Which backend serves, as `install` finds; a warning where none does."""
+_told: set[_Told] = set()
 
 
 def _after_fork() -> None:
@@ -187,16 +196,6 @@ def _replace(module: ModuleType, *, wait: bool = True) -> None:
             threading.Thread(target=logger.log, args=told, daemon=True).start()
 
 
-class _Told(NamedTuple):
-    """What is to be logged; a warning once."""
-
-    level: int
-    text: str
-
-
-_told: set[_Told] = set()
-
-
 def _replaced(module: ModuleType) -> _Told | None:
     """What was done; None where nothing was to do. The caller holds the lock."""
     global _left_alone
@@ -217,10 +216,9 @@ def _replaced(module: ModuleType) -> _Told | None:
     _pairs.extend(pairs)  # first: what is forked in the middle must know what to give back
     held = _swap({id(function): twin for function, twin in pairs})
     how = "warmed as vLLM's warm-up asks" if _hook_warmup(module) else "compiled at their first use"
-    level, served = _service or _Told(logging.INFO, "")
     return _Told(
-        level,
-        f"mla_index replaces {', '.join(theirs)} in {held} modules; {served}; "
+        _service.level,
+        f"mla_index replaces {', '.join(theirs)} in {held} modules; {_service.text}; "
         f"its kernels are {how}",
     )
 
