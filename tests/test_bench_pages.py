@@ -131,22 +131,16 @@ def test_the_host_is_compared_at_the_same_shape():
 
 
 def test_vllms_names_are_compared_with_what_allocates_alike():
-    """By lower quartiles: the median of one, here, has a neighbour in it."""
-
-    def timed(provider, low, operation="remap_counts", disturbed=0.0, **other):
-        return host(operation, provider, low + disturbed, low=low, high=low + 9.0, **other)
-
-    eight = {"operation": "dcp_filter", "dcp": 8}
     rows = [
-        timed("vllm 0.33.0, outputs allocated", 80.0, **eight),
-        timed("vllm 0.33.0", 60.0),
-        timed("auto", 14.0),
-        timed("auto by vLLM's names", 15.5, disturbed=4.0),
-        timed("auto, outputs allocated", 21.0),
-        timed("auto by vLLM's names, outputs allocated", 22.0),
-        timed("auto", 14.0, **eight),
-        timed("auto, outputs allocated", 21.0, **eight),
-        timed("auto by vLLM's names, outputs allocated", 22.75, **eight),
+        host("dcp_filter", "vllm 0.33.0, outputs allocated", 80.0, dcp=8),
+        host("remap_counts", "vllm 0.33.0", 60.0),
+        host("remap_counts", "auto", 14.0),
+        host("remap_counts", "auto by vLLM's names", 15.5),
+        host("remap_counts", "auto, outputs allocated", 21.0),
+        host("remap_counts", "auto by vLLM's names, outputs allocated", 22.0),
+        host("dcp_filter", "auto", 14.0, dcp=8),
+        host("dcp_filter", "auto, outputs allocated", 21.0, dcp=8),
+        host("dcp_filter", "auto by vLLM's names, outputs allocated", 22.75, dcp=8),
     ]
     found = answer("vLLM's names over the native function", record(*rows))
     assert found.reached == (
@@ -154,11 +148,22 @@ def test_vllms_names_are_compared_with_what_allocates_alike():
         "auto by vLLM's names, outputs allocated dcp_filter, 8 ranks at T = 32, K = 2048",
     )
     assert (found.ask_met, found.points) == (True, 3)
+    assert answer("by lower quartiles", record(*rows)).reached is None
     assert answer("over vLLM's convert", record(*rows)).reached.value == pytest.approx(14 / 60)
-    view = {"operation": "flat_row_view", "topk": 0}
-    rows.append(timed("auto, outputs allocated", 3.0, **view))
-    rows.append(timed("auto by vLLM's names, outputs allocated", 5.5, **view))
+    rows.append(host("flat_row_view", "auto, outputs allocated", 3.0, topk=0))
+    rows.append(host("flat_row_view", "auto by vLLM's names, outputs allocated", 5.5, topk=0))
     assert answer("vLLM's names over the native function", record(*rows)).ask_met is False
+
+
+def test_a_neighbour_on_the_host_is_told_apart_but_not_forgiven():
+    found = record(
+        host("remap", "auto", 14.0, low=13.0, high=15.0),
+        host("remap", "auto by vLLM's names", 18.0, low=14.5, high=20.0),
+    )
+    told = answer("vLLM's names over the native function", found)
+    assert (told.reached.value, told.ask_met) == (pytest.approx(4.0), False)
+    quiet = answer("the same by lower quartiles", found)
+    assert (quiet.reached.value, quiet.ask_met) == (pytest.approx(1.5), None)
 
 
 def test_vllms_names_with_outputs_unlike_are_not_compared():

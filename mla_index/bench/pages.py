@@ -125,13 +125,12 @@ def summary(record: Record, comparison: Record | None = None) -> str:
 def _elsewhere(table: Table, comparison: Record) -> Iterator[str]:
     """How far what both records have differs, since the rows of one stand beside the other's."""
     theirs = Table(rows_of(comparison))
-    off = [
-        abs(theirs_here[rows] / value - 1)
-        for operation, ranks, _ in SUMMARY
-        for theirs_here in (_times(theirs, operation, "triton", ranks, TOPK),)
-        for rows, value in _times(table, operation, "triton", ranks, TOPK).items()
-        if rows in theirs_here and rows in SHOWN_ROWS
-    ]
+    off = []
+    for operation, ranks, _ in SUMMARY:
+        here = _times(table, operation, "triton", ranks, TOPK)
+        there = _times(theirs, operation, "triton", ranks, TOPK)
+        shown = here.keys() & there.keys() & set(SHOWN_ROWS)
+        off += [abs(there[rows] / here[rows] - 1) for rows in shown]
     if off:
         yield (
             f"The rows of {vllm_in(theirs)} are from the comparison, in whose process Triton's "
