@@ -341,7 +341,7 @@ def test_like_is_timed_beside_like():
         assert providers.pop(operation) == allocated
     assert providers == {}
     read = record.rows_of({"rows": [row.as_dict() for row in state.rows]})
-    points = list(asked.names_over_native(record.Table(read)))
+    points = list(asked.names_over_native(lambda row: row.value)(record.Table(read)))
     assert len(points) == 3 * 2 + len(ALLOCATE_ALWAYS) + len(LAUNCH_NOTHING)
 
 
