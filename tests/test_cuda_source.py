@@ -47,11 +47,12 @@ class Compiled(NamedTuple):
 
 def compile_for(architecture: int, variant: Variant) -> Compiled:
     """Down to machine code; a warning is an error, and so is a spilled register where the number
-    of registers was chosen: for ordinary calls, which have more entries a thread, on sm_90.
+    of registers was chosen: on sm_90, for numbers of 32 bits.
     """
     assert not MISSING, MISSING
     options = [f"-arch=sm_{architecture}", "-Werror=all-warnings", *variant.options]
-    if architecture == 90 and dict(variant.defines).get("ITEMS", 4) > 4:
+    bytes_of = [value for name, value in variant.defines if name.endswith("_BYTES")]
+    if architecture == 90 and max(bytes_of) == 4:
         options.append("--ptxas-options=--warn-on-spills")
     name = f"{variant.function}.cu".encode()
     program = checked(nvrtc.nvrtcCreateProgram(variant.source.encode(), name, 0, [], []))

@@ -117,6 +117,11 @@ template <class T>
 T __ldg(const T* from) {
     return *from;
 }
+char* shared_window();
+size_t __cvta_generic_to_shared(const void* address) {
+    return static_cast<const char*>(address) - shared_window();
+}
+void* __cvta_shared_to_generic(size_t offset) { return shared_window() + offset; }
 
 }  // namespace
 
@@ -135,6 +140,10 @@ long long shared_memory[SHARED / 8];
 #else
 static long long shared_memory[SHARED / 8];
 #endif
+
+namespace {
+char* shared_window() { return reinterpret_cast<char*>(shared_memory); }
+}  // namespace
 
 static const Params* parameters;
 

@@ -160,7 +160,8 @@ def test_numbers_of_an_earlier_call_are_not_kept_for_another() -> None:
     packed = [
         dict(zip(fields, PARAMS.unpack(call["packed"]), strict=True)) for call in recorder.launches
     ]
-    assert [(p["last_block"], p["last_offset"]) for p in packed] == [(15, 39), (1, 0), (15, 39)]
+    bounds = [(p["*entry_end"], p["last_slot"]) for p in packed]
+    assert bounds == [(16, 999), (2, 64), (16, 999)]
     assert {p["pad"] for p in packed} == {-1}
 
 

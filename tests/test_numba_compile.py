@@ -19,7 +19,7 @@ from conftest import compiled_here
 
 try:
     from mla_index.backends.numba import compile as compiler
-    from mla_index.backends.numba import kernels, launch
+    from mla_index.backends.numba import kernels
     from mla_index.backends.numba.arguments import Shape, remap_launcher
     from mla_index.backends.numba.target import in_simulator
 except ImportError as error:
@@ -39,10 +39,16 @@ WANTS: dict[str, dict[str, bool]] = {
     "counts": {"counts": True},
     "compact": {"compact": True},
 }
+TABLES = {
+    "few": compiler.FEW_ROWS.values(),
+    "many": compiler.MANY_ROWS.values(),
+    "not counted": compiler.NOT_COUNTED.values(),
+}
+BLOCKS = {block.groups: block for block in TABLES["many"]}
 FACTORS: dict[str, list[Any]] = {
     "card": CARDS,
     "wants": list(WANTS),
-    "groups": [1, 2, 4],
+    "block": sorted({*TABLES["few"], *TABLES["many"], *TABLES["not counted"]}),
     "token_dtype": [INT32, INT64],
     "table_dtype": [INT32, INT64],
     "slot_dtype": [INT32, INT64],
@@ -83,15 +89,15 @@ def config_of(row: dict[str, Any]) -> kernels.RemapConfig:
         **WANTS[row["wants"]],
         **{name: row[name] for name in names},
     )
-    return compiler.remap_config(spec, row["groups"])
+    return compiler.remap_config(spec, row["block"])
 
 
-def plain(**changes: Any) -> kernels.RemapConfig:
-    return compiler.remap_config(RemapSpec(64, 2048), 2)._replace(**changes)
+def plain(groups: int = 2, **changes: Any) -> kernels.RemapConfig:
+    return compiler.remap_config(RemapSpec(64, 2048), BLOCKS[groups])._replace(**changes)
 
 
 def check_machine_code(code: compiler.Compiled, threads: int) -> None:
-    """A cubin, whose registers hold everything and leave a full block room on the card."""
+    """A cubin, whose registers hold everything and leave so many threads room on the card."""
     assert code.code.startswith(b"\x7fELF"), code.log
     found = re.search(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", code.log
@@ -110,9 +116,18 @@ def test_the_covering_set_covers_every_pair() -> None:
 
 @pytest.mark.parametrize("index", range(len(ROWS)))
 def test_remap_compiles(index: int) -> None:
-    row = ROWS[index]
-    threads = 32 * compiler.MAX_WARPS[row["groups"]]
-    check_machine_code(compiler.compiled(config_of(row), row["card"]), threads)
+    config = config_of(ROWS[index])
+    threads = 32 * config.warps * config.resident
+    check_machine_code(compiler.compiled(config, ROWS[index]["card"]), threads)
+
+
+@pytest.mark.parametrize("wants", list(WANTS))
+def test_the_usual_kernel_for_many_rows_compiles(wants: str) -> None:
+    """int32 throughout: it shall leave the most registers to other blocks."""
+    spec = RemapSpec(64, 2048, **WANTS[wants])
+    config = compiler.remap_config(spec, compiler.remap_block(spec, many=True))
+    threads = 32 * config.warps * config.resident
+    check_machine_code(compiler.compiled(config, HOPPER), threads)
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -120,7 +135,7 @@ def test_remap_compiles(index: int) -> None:
     "spec", [SafeLengthsSpec(INT32, INT32), SafeLengthsSpec(INT64, INT32)], ids=["32-32", "64-32"]
 )
 def test_safe_lengths_compiles(card: tuple[int, int], spec: SafeLengthsSpec) -> None:
-    check_machine_code(compiler.compiled(spec, card), launch.SAFE_LENGTHS_THREADS)
+    check_machine_code(compiler.compiled(spec, card), compiler.SAFE_LENGTHS_THREADS)
 
 
 # --- what the code looks like on sm_90 ----------------------------------------------------------
@@ -139,6 +154,16 @@ def test_rows_move_in_vectors_of_16_bytes(compact: bool) -> None:
     assert ("ld.shared.v4" in ptx) is compact
 
 
+def test_the_address_of_the_shared_array_is_worked_out_once() -> None:
+    """Else ptxas does so before every store, which takes four instructions."""
+    for groups in (1, 2, 4):
+        _, ptx = compiler.to_ptx(plain(compact=True, counts=True, groups=groups), HOPPER)
+        array = re.search(r"\.extern \.shared .* (\w+)\[\];", ptx)
+        assert array is not None
+        assert len(re.findall(rf"mov\.u\d+\s+%\w+, {array[1]};", ptx)) == 1
+        assert len(re.findall(r"st\.shared\.u32", ptx)) >= 4 * groups
+
+
 def test_a_lane_has_every_read_of_the_table_under_way_at_once() -> None:
     """The loops over a lane's entries are unrolled: a read of the table for each of them.
 
@@ -154,7 +179,7 @@ def test_nothing_becomes_a_float() -> None:
     config = config_of(
         {
             "wants": "compact", "token_dtype": INT64, "table_dtype": INT64, "slot_dtype": INT64,
-            "block_size": 48, "dcp": (3, 5), "workspace": True, "groups": 2,
+            "block_size": 48, "dcp": (3, 5), "workspace": True, "block": BLOCKS[2],
         }
     )  # fmt: skip
     _, ptx = compiler.to_ptx(config, HOPPER)
@@ -175,11 +200,11 @@ def test_every_launch_fits_a_block() -> None:
     """Threads and shared memory of every kernel at every width, and tiles that hold the row."""
     for slot, groups, compact in itertools.product(("int32", "int64"), (1, 2, 4), (False, True)):
         config = plain(slot=slot, groups=groups, compact=compact, counts=compact)
-        shape = Shape(config, 32, compiler.MAX_WARPS[groups])
+        shape = Shape(config, 32)
         for topk in (1, 7, 512, 2048, 2051, 4224, 8192, 16384, 2**20 + 1):
             blocks, threads, shared = shape(topk)
             tile = threads * 4 * groups
-            assert 32 <= threads <= 32 * compiler.MAX_WARPS[groups] <= 1024
+            assert 32 <= threads <= 32 * config.warps <= 1024
             assert shared <= 48 * 1024
             assert not compact or shared >= (tile + 32 + 3) * (8 if slot == "int64" else 4)
             assert blocks == (1 if compact else -(-topk // tile))
@@ -204,7 +229,7 @@ def test_configurations_share_kernels() -> None:
         RemapSpec(64, 2048, compact=True, **dict(zip(flags, given, strict=True)))
         for given in itertools.product([False, True], repeat=len(flags))
     ]
-    assert len({compiler.remap_config(spec, 2) for spec in specs}) == 1
+    assert len({compiler.remap_config(spec, BLOCKS[2]) for spec in specs}) == 1
 
 
 def test_compiling_leaves_the_warning_filters_alone() -> None:

@@ -31,6 +31,7 @@ SWEEP = """
     import torch
     import mla_index
     from mla_index.backends.numba import simulate
+    from mla_index.backends.numba.compile import Block
 
     generator = torch.Generator().manual_seed(0)
     wrong, seen = [], set()
@@ -53,7 +54,7 @@ SWEEP = """
         "safe": {"compact": True, "safe_lengths": True},
     }
     for groups, width in itertools.product((1, 2, 4), (1, 3, 7, 15, 16, 17, 33, 130)):
-        simulate.GROUPS = {1: groups}
+        simulate.BLOCKS = {1: Block(groups, 4, 1)}
         for (token_at, slot_at), (name, want) in zip(
             itertools.cycle(itertools.product(range(4), repeat=2)), [*wants.items()] * 4
         ):
@@ -81,6 +82,9 @@ WARPS = """
     import torch
     import mla_index
     from mla_index.backends.numba import simulate, target
+    from mla_index.backends.numba.compile import Block
+
+    WARPS = 3
 
     def wrapped(number):
         return (number + 2**31) % 2**32 - 2**31
@@ -88,8 +92,8 @@ WARPS = """
     class Warps:
         # The lanes of a warp hand a number to each other between two meetings.
         def __init__(self):
-            self.meetings = [threading.Barrier(32) for _ in range(simulate.WARPS)]
-            self.lanes = [[0] * 32 for _ in range(simulate.WARPS)]
+            self.meetings = [threading.Barrier(32) for _ in range(WARPS)]
+            self.lanes = [[0] * 32 for _ in range(WARPS)]
 
         def all_of(self, value):
             warp, lane = divmod(threading.current_thread().threadIdx.x, 32)
@@ -110,7 +114,6 @@ WARPS = """
             upto = self.scan(own, lane)
             return self.all_of(upto - own)[warp], self.last(upto)
 
-    simulate.WARPS = 3
     lanes, one_lane = Warps(), target.in_simulator()
     simulate.in_simulator = lambda: one_lane._replace(
         lanes=32, warp_scan=lanes.scan, warp_last=lanes.last, over_warps=lanes.over
@@ -120,7 +123,7 @@ WARPS = """
     request = torch.tensor([0, 2, 1])
     wrong, tiles = [], set()
     for groups, width in itertools.product((1, 2, 4), (130, 389, 1600)):
-        simulate.GROUPS = {1: groups}
+        simulate.BLOCKS = {1: Block(groups, WARPS, 1)}
         tokens = torch.randint(-300, 2560, (3, width), generator=generator, dtype=torch.int32)
         tokens[0] = tokens[0].abs()  # every lane full: the largest sums that a byte holds
         call = dict(block_size=60 + groups, counts=True, compact=width != 389)

@@ -15,7 +15,11 @@ from mla_index.specs import RemapSpec, SafeLengthsSpec, Spec
 
 name = "cupy"
 contract_version = CONTRACT_VERSION
-limits = Limits(operations=("remap", "safe_lengths"), devices=("cuda",))
+limits = Limits(
+    operations=("remap", "safe_lengths"),
+    devices=("cuda",),
+    max_topk=2**30,  # columns are counted in 32 bits
+)
 
 
 def unavailable(device: torch.device, *, probe: bool) -> str | None:

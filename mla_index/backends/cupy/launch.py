@@ -29,7 +29,7 @@ from mla_index.specs import DTYPE_MAX, RemapSpec, SafeLengthsSpec
 REMAP_FIELDS = """
 tokens token_pitch token_step out out_pitch table table_pitch table_step table_rows rows topk
 req_id.data req_id.stride req_id.bytes counts counts_stride lengths lengths_stride
-*token_end rank block_stride_rows last_block last_offset pad
+*token_end *entry_end rank block_stride_rows last_slot pad
 """
 REMAP_EXTRA_FIELDS = """
 request_rows.data request_rows.stride request_rows.bytes num_request_rows
@@ -119,8 +119,7 @@ class _Numbers(NamedTuple):
     shared: int
     token_end: int
     local_end: int
-    last_block: int
-    last_offset: int
+    entry_end: int
 
 
 def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Kernel:
@@ -170,7 +169,7 @@ def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Ker
             kind = (vector, rows > most_few)
             numbers = _numbers(spec, places[kind], layouts[kind], *key[1:])
             latest[0] = (key, numbers)
-        place, grid, block, shared, token_end, local_end, last_block, last_offset = numbers
+        place, grid, block, shared, token_end, local_end, entry_end = numbers
         function = loaded[place] or functions.load(place)
         req_at, req_stride, req_bytes = (0, 0, 4) if req_id is None else _column(req_id)
         counts_at, counts_stride = (0, 0) if counts is None else _result(counts)
@@ -188,7 +187,7 @@ def remap_kernel(spec: RemapSpec, device: torch.device, runtime: Runtime) -> Ker
             tokens_at, token_pitch, token_step, out_at, out_pitch,
             block_table.data_ptr(), table_pitch, table_step, table_rows, rows, topk,
             req_at, req_stride, req_bytes, counts_at, counts_stride, lengths_at, lengths_stride,
-            token_end, rank, block_stride_rows, last_block, last_offset, pad,
+            token_end, entry_end, rank, block_stride_rows, last_slot, pad,
         )  # fmt: skip
         _launch(runtime, function, grid, block, shared, arguments, index)
 
@@ -206,16 +205,11 @@ def _numbers(
     block_stride_rows: int,
     last_slot: int,
 ) -> _Numbers:
-    last_block, last_offset = divmod(last_slot, block_stride_rows)
-    last_entry = DTYPE_MAX[spec.table_dtype]
-    if last_block > last_entry:
-        last_block, last_offset = last_entry, block_stride_rows - 1
     return _Numbers(
         place,
         *geometry(shape, spec.compact, BYTES[spec.slot_dtype], rows, topk),
         *token_ends(spec, table_width, rank),
-        last_block,
-        last_offset,
+        min(last_slot // block_stride_rows, DTYPE_MAX[spec.table_dtype]) + 1,
     )
 
 

@@ -46,14 +46,9 @@ typedef int32 slot_t;
 typedef uint32 uslot_t;
 #endif
 
-#if ONE_TILE
-typedef uint32 column_t;
-#else
-typedef int64 column_t;
-#endif
-
 #define PART (VECTOR ? 4 : 1)
 #define PARTS (ITEMS / PART)
+#define STEP (32 * PART)
 #define SEGMENT (32 * ITEMS)
 #define ALL_LANES 0xffffffffu
 
@@ -83,10 +78,10 @@ struct Params {
     int32* lengths;
     int64 lengths_stride;
     uint64 token_end;  // tokens from here on have no column in the table
+    uint64 entry_end;  // blocks from here on begin beyond the last slot
     int64 rank;
     int64 block_stride_rows;
-    int64 last_block;   // slots end in the table's block of this number, ...
-    int64 last_offset;  // ... at this offset
+    int64 last_slot;
     int64 pad;
     // Only with REQUEST_ROWS, TOKEN_LIMITS or WORKSPACE.
     Column request_rows;
@@ -197,13 +192,12 @@ __device__ __forceinline__ uint32 paged_slots(
     uint32 found = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
-        // entry * stride + offset <= last * stride + last_offset, and entry >= 0.
-        const uentry_t end = static_cast<uentry_t>(p.last_block) +
-                             (offsets[i] <= static_cast<uint32>(p.last_offset) ? 1u : 0u);
-        const bool valid = static_cast<uentry_t>(entries[i]) < end;
+        // Wraps only where the entry is negative or its block begins beyond the last slot.
         const uslot_t slot = static_cast<uslot_t>(entries[i]) *
                                  static_cast<uint32>(p.block_stride_rows) +
                              offsets[i];
+        const bool valid = static_cast<uentry_t>(entries[i]) < static_cast<uentry_t>(p.entry_end) &&
+                           slot <= static_cast<uslot_t>(p.last_slot);
         slots[i] = static_cast<slot_t>(slot);
         found |= (valid ? 1u : 0u) << i;
     }
@@ -244,31 +238,22 @@ __device__ __forceinline__ uint32 map_tokens(
 
 // --- reading and writing ----------------------------------------------------------------------
 
-// A thread's first column of a part, within the tile.
-__device__ __forceinline__ uint32 part_column(uint32 warp, uint32 lane, int part) {
-    return warp * SEGMENT + part * (32 * PART) + lane * PART;
-}
-
-// How much of the row is left from column `first` on, as far as a tile can tell.
-__device__ __forceinline__ uint32 columns_left(const Params& p, int64 first) {
-#if ONE_TILE
-    return static_cast<uint32>(p.topk) - static_cast<uint32>(first);
-#else
-    const int64 left = p.topk - first;
-    return left < 0x7fffffff ? static_cast<uint32>(left) : 0x7fffffffu;
-#endif
+// A thread's first column in the tile that starts at column `first`; its parts are STEP apart.
+__device__ __forceinline__ uint32 first_column(uint32 first, uint32 warp, uint32 lane) {
+    return first + warp * SEGMENT + lane * PART;
 }
 
 // A thread's tokens of the tile that starts at column `first`; -1 beyond the row. `out` may be the
 // same memory: nothing here may be read after the tile was written.
 __device__ __forceinline__ void load_tokens(
-    const Params& p, int64 row, int64 first, uint32 warp, uint32 lane, token_t (&tokens)[ITEMS]) {
-    const token_t* source = p.tokens + row * p.token_pitch + first * (VECTOR ? 1 : p.token_step);
-    const uint32 width = columns_left(p, first);
+    const Params& p, int64 row, uint32 first, uint32 warp, uint32 lane, token_t (&tokens)[ITEMS]) {
+    const uint32 mine = first_column(first, warp, lane);
+    const token_t* source = p.tokens + row * p.token_pitch + mine * (VECTOR ? 1 : p.token_step);
+    const int32 left = static_cast<int32>(p.topk) - static_cast<int32>(mine);
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-        const uint32 column = part_column(warp, lane, part);
-        const bool inside = column < width;
+        const int32 column = part * STEP;
+        const bool inside = column < left;
 #if VECTOR && TOKEN_BYTES == 4
         int4 four = make_int4(-1, -1, -1, -1);
         if (inside) four = __ldcs(reinterpret_cast<const int4*>(source + column));
@@ -309,14 +294,15 @@ __device__ __forceinline__ void store_part(slot_t* target, const slot_t (&slots)
 #if !COMPACT
 // Each entry goes where its token was.
 __device__ __forceinline__ void store_in_place(
-    const Params& p, int64 row, int64 first, uint32 warp, uint32 lane,
+    const Params& p, int64 row, uint32 first, uint32 warp, uint32 lane,
     const slot_t (&slots)[ITEMS], uint32 found) {
-    slot_t* target = p.out + row * p.out_pitch + first;
-    const uint32 width = columns_left(p, first);
+    const uint32 mine = first_column(first, warp, lane);
+    const int32 left = static_cast<int32>(p.topk) - static_cast<int32>(mine);
+    slot_t* target = p.out + row * p.out_pitch + mine;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
-        const uint32 column = part_column(warp, lane, part);
-        if (column >= width) continue;
+        const int32 column = part * STEP;
+        if (column >= left) continue;
         slot_t values[PART];
 #pragma unroll
         for (int j = 0; j < PART; ++j) {
@@ -423,7 +409,7 @@ __device__ __forceinline__ void segment_ranks(
 // at row_sum's barrier, another may overwrite after it.
 __device__ __forceinline__ void store_compact(
     const Params& p, int64 row, bool last, uint32 warp, uint32 lane, uint32 thread,
-    uint32 threads, slot_t* shared, const slot_t (&slots)[ITEMS], uint32 found, int64& done,
+    uint32 threads, slot_t* shared, const slot_t (&slots)[ITEMS], uint32 found, uint32& done,
     slot_t& left) {
     uint32 before_part[PARTS];
     uint32 in_segment;
@@ -431,7 +417,7 @@ __device__ __forceinline__ void store_compact(
     uint32 before_warp, in_tile;
     row_sum(in_segment, warp, lane, before_warp, in_tile);
 
-    const uint32 carried = static_cast<uint32>(done) & (PART - 1);
+    const uint32 carried = done & (PART - 1);
     if (thread < carried) shared[spread(thread)] = left;
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) {
@@ -444,7 +430,7 @@ __device__ __forceinline__ void store_compact(
         }
     }
     uint32 filled = carried + in_tile;
-    const int64 start = done - carried;
+    const uint32 start = done - carried;
     done += in_tile;
 #if SAFE_LENGTHS
     if (last && done == 0) {  // the dummy slot of a row with nothing in it
@@ -455,17 +441,29 @@ __device__ __forceinline__ void store_compact(
     row_barrier();
 
     const uint32 whole = filled & ~static_cast<uint32>(PART - 1);
-    const column_t width = last ? static_cast<column_t>(p.topk - start) : whole;
     slot_t* target = p.out + row * p.out_pitch + start;
-    for (column_t column = thread * PART; column < width; column += threads * PART) {
+    uint32 column = thread * PART;
+    slot_t values[PART];
+    for (; column < whole; column += threads * PART) {
         // A part starts at a multiple of its length and so lies in one line of shared memory.
-        const slot_t* part = shared + spread(static_cast<uint32>(column));
-        slot_t values[PART];
+        const slot_t* part = shared + spread(column);
 #pragma unroll
-        for (int j = 0; j < PART; ++j) {
-            values[j] = column + j < filled ? part[j] : static_cast<slot_t>(p.pad);
-        }
+        for (int j = 0; j < PART; ++j) values[j] = part[j];
         store_part(target + column, values);
+    }
+    if (last) {
+        const uint32 width = static_cast<uint32>(p.topk) - start;
+        for (; column < width; column += threads * PART) {
+#pragma unroll
+            for (int j = 0; j < PART; ++j) values[j] = static_cast<slot_t>(p.pad);
+            if (column == whole) {
+#pragma unroll
+                for (int j = 0; j < PART - 1; ++j) {
+                    if (whole + j < filled) values[j] = shared[spread(whole) + j];
+                }
+            }
+            store_part(target + column, values);
+        }
     }
     if (thread < filled - whole) left = shared[spread(whole + thread)];
 }
@@ -475,18 +473,22 @@ __device__ __forceinline__ void store_compact(
 
 __device__ __forceinline__ void remap_row(
     const Params& p, int64 index, uint32 warp, uint32 lane, uint32 thread, uint32 threads) {
-    const int64 tile = static_cast<int64>(threads) * ITEMS;
-    const int64 step = tile * gridDim.y;  // more than one y only where no thread needs another
-    int64 first = tile * blockIdx.y;
+    const uint32 tile = threads * ITEMS;
+    const uint32 step = tile * gridDim.y;  // more than one y only where no thread needs another
+    uint32 first = tile * blockIdx.y;
     token_t tokens[ITEMS];
     load_tokens(p, index, first, warp, lane, tokens);
     const Row row = read_row(p, index);
 #if COMPACT
-    slot_t* shared = reinterpret_cast<slot_t*>(shared_memory);
+    // Through a register that hides its origin: else the compiler makes the address anew for every
+    // entry, in four instructions.
+    uint32 base = static_cast<uint32>(__cvta_generic_to_shared(shared_memory));
+    asm volatile("" : "+r"(base));
+    slot_t* shared = static_cast<slot_t*>(__cvta_shared_to_generic(base));
 #if WARP_ROWS
     shared += threadIdx.x / 32 * (SEGMENT + SEGMENT / (128 / SLOT_BYTES));
 #endif
-    int64 done = 0;
+    uint32 done = 0;
     slot_t left = 0;
 #elif COUNTS
     uint32 mine = 0;
@@ -495,8 +497,8 @@ __device__ __forceinline__ void remap_row(
     do {
         slot_t slots[ITEMS];
         const uint32 found = map_tokens(p, row, tokens, slots);
-        const int64 next = first + step;
-        last = ONE_TILE || next >= p.topk;
+        const uint32 next = first + step;
+        last = ONE_TILE || next >= static_cast<uint32>(p.topk);
         // The next tile's tokens come while this one is gathered and written.
         if (!last) load_tokens(p, index, next, warp, lane, tokens);
 #if COMPACT

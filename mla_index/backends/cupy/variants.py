@@ -20,6 +20,9 @@ PLAIN_WARPS = 8
 """The same where a row's threads need nothing from each other."""
 MAX_PARTS = 65_535
 """Blocks of a row: what grid.y takes."""
+FEW_ROWS = {1: 512, 8192: 256, 16384: 128}
+"""Up to so many rows the fewest steps a row are fastest, beyond it small blocks, which overlap
+better; by the smallest width class. Measured on an H200."""
 
 
 class Variant(NamedTuple):
@@ -76,21 +79,19 @@ class Layout(NamedTuple):
 
 
 def few_rows(spec: RemapSpec) -> int:
-    """Up to here a card has room for all rows at once, and the fewest steps a row are fastest."""
-    return 512 if spec.topk <= 4096 else 128
+    """The entry of `FEW_ROWS` for a configuration."""
+    return FEW_ROWS[max(width for width in FEW_ROWS if width <= spec.topk)]
 
 
 def layout(spec: RemapSpec, *, vector: bool, many: bool = False) -> Layout:
     """The layout of a configuration, from its width class and dtypes; measured on an H200.
 
-    Ordinary calls (32 bits, no workspace) have more entries a thread, for as long as that costs few
-    registers. Where there are many rows, those of 2048 columns and more walk small tiles: small
-    blocks overlap better.
+    Vectors of 32 bits leave registers for more entries a thread. Where there are many rows, those
+    of 2048 columns and more walk small tiles.
     """
     dtypes = (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
-    ordinary = vector and torch.int64 not in dtypes and not spec.workspace
-    items = 8 if ordinary else 4
-    if spec.topk <= 32 * (16 if ordinary and not spec.compact else items):
+    items = 8 if vector and torch.int64 not in dtypes else 4
+    if spec.topk <= 32 * items:
         return Layout(max(4, spec.topk // 32), True, True, False, 1)
     if not (spec.compact or spec.counts):
         most = MAX_PARTS * PLAIN_WARPS * 32 * items
@@ -103,14 +104,14 @@ def layout(spec: RemapSpec, *, vector: bool, many: bool = False) -> Layout:
 
 
 def _registers(shape: Layout) -> int:
-    """As few as do, so that the most rows are in flight.
+    """So few that the most rows are in flight, and none is spilled where all numbers have 32 bits.
 
-    Chosen on sm_90, so that ordinary calls spill none (a test sees to it for a covering set). A
-    thread block of 1,024 threads can have 64 at the most.
+    Measured on an H200. Without counts, calls with 4 entries a thread (int64 or any strides) are
+    slower with more rows in flight than 56 registers allow.
     """
-    if shape.items == 8 and not shape.warp_rows:
-        return 40 if shape.one_tile else 48
-    return {4: 56, 8: 48, 16: 64}[shape.items]
+    if shape.warp_rows:
+        return 48
+    return 56 if shape.parted and shape.items == 4 else 40
 
 
 def remap_layouts(spec: RemapSpec) -> dict[tuple[bool, bool], Layout]:

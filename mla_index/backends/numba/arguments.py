@@ -72,7 +72,7 @@ def remap_launcher(
         # The order of REMAP_PARAMETERS; written out, since every call passes here.
         parameters: tuple[Any, ...] = (
             pointer(token_indices), token_row, token_step, pointer(out), out.stride(0), topk,
-            pointer(block_table), table_row * entry_bytes, table_step * entry_bytes, table_rows,
+            pointer(block_table), table_row, table_step * entry_bytes, table_rows,
             last_local if last_local <= token_max else token_max, block_stride_rows, last_slot,
             pad, rank, request_wide, requests, request_step, counted, counts_step,
             lengthened, lengths_step, mapping_wide, limit_wide,
@@ -113,10 +113,9 @@ class Shape:
     Args:
         config: what is compiled in.
         lanes: threads of a warp.
-        max_warps: warps of a block at most.
     """
 
-    def __init__(self, config: RemapConfig, lanes: int, max_warps: int) -> None:
+    def __init__(self, config: RemapConfig, lanes: int) -> None:
         self.lanes = lanes
         self.span = lanes * GROUP * config.groups
         slot_bytes = 8 if config.slot == "int64" else 4
@@ -124,13 +123,13 @@ class Shape:
         self.whole_rows = config.counts
         self.shared_bytes = TOTALS * slot_bytes if self.whole_rows else 0
         self.warp_bytes = 0
-        self.max_warps = max_warps
+        self.max_warps = config.warps
         self.min_warps = GROUP // lanes  # threads that carry a begun group to the next tile
         if config.compact:
             self.shared_bytes += MARGIN * slot_bytes
             self.warp_bytes = self.span * slot_bytes
             most = (MAX_SHARED_BYTES - self.shared_bytes) // self.warp_bytes
-            self.max_warps = min(max_warps, most)
+            self.max_warps = min(config.warps, most)
 
     def __call__(self, topk: int) -> tuple[int, int, int]:
         """Blocks along a row, threads of a block, and its bytes of shared memory."""

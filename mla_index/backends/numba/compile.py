@@ -20,19 +20,36 @@ from mla_index.backends.numba import kernels
 from mla_index.backends.numba.target import on_card
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
-GROUPS_FOR_FEW_ROWS = {1: 1, 8192: 2, 16384: 4}
-"""Groups of columns of a lane, by the smallest width class that takes so many: as few as leave the
-row in one tile, since a card with multiprocessors to spare waits for the longest row."""
 
-GROUPS_FOR_MANY_ROWS = {1: 1, 256: 2, 512: 4}
+class Block(NamedTuple):
+    """How the columns of a row are dealt to threads.
+
+    Args:
+        groups: groups of four columns of a lane.
+        warps: of a thread block at most.
+        resident: thread blocks of the most warps that shall fit a multiprocessor's registers, where
+            nothing is int64 and there is no workspace; those need more, and get what they need.
+    """
+
+    groups: int
+    warps: int
+    resident: int
+
+
+FEW_ROWS = {1: Block(1, 32, 2), 8192: Block(2, 32, 1), 16384: Block(4, 16, 2)}
+"""By the smallest width class that is dealt so: as few groups as leave the row in one tile, since
+a card with multiprocessors to spare waits for the longest row. Measured on an H200, as are those
+below."""
+
+MANY_ROWS = {1: Block(1, 32, 2), 256: Block(2, 32, 1), 512: Block(4, 16, 2)}
 """The same where rows wait for multiprocessors: a lane's other work is shared by more columns."""
 
-MAX_WARPS = {1: 32, 2: 32, 4: 16}
-"""Warps of a block, by groups of a lane."""
+NOT_COUNTED = {1: Block(1, 4, 16), 256: Block(2, 4, 9)}
+"""The same for any number of rows that are neither compacted nor counted: the blocks of a row need
+nothing from each other, and small ones find room sooner."""
 
-RESIDENT_BLOCKS = {1: 2, 2: 1, 4: 2}
-"""Blocks of the most warps that shall fit a multiprocessor's registers, by groups of a lane, where
-nothing is int64 and there is no workspace; those need more registers, and get one block."""
+SAFE_LENGTHS_THREADS = 128
+"""Threads of a block of safe_lengths; one takes a row."""
 
 Config = kernels.RemapConfig | SafeLengthsSpec
 
@@ -55,14 +72,21 @@ class Compiled(NamedTuple):
 _lock = threading.Lock()
 
 
-def groups_for(topk: int, classes: dict[int, int]) -> int:
+def remap_block(spec: RemapSpec, *, many: bool) -> Block:
+    """The block of a configuration, for few rows or for many."""
+    counted = spec.compact or spec.counts
+    return of_class(spec.topk, NOT_COUNTED if not counted else MANY_ROWS if many else FEW_ROWS)
+
+
+def of_class(topk: int, classes: dict[int, Block]) -> Block:
     """The entry of the largest class that is at most `topk`."""
     return classes[max(width for width in classes if width <= topk)]
 
 
-def remap_config(spec: RemapSpec, groups: int) -> kernels.RemapConfig:
+def remap_config(spec: RemapSpec, block: Block) -> kernels.RemapConfig:
     """The kernel that serves a spec; specs that differ in what is told by arguments share one."""
     name = {torch.int32: "int32", torch.int64: "int64"}
+    wide = torch.int64 in (spec.token_dtype, spec.table_dtype, spec.slot_dtype)
     return kernels.RemapConfig(
         token=name[spec.token_dtype],
         table=name[spec.table_dtype],
@@ -73,7 +97,9 @@ def remap_config(spec: RemapSpec, groups: int) -> kernels.RemapConfig:
         compact=spec.compact,
         counts=spec.compact or spec.counts,
         workspace=spec.workspace,
-        groups=groups,
+        groups=block.groups,
+        warps=block.warps,
+        resident=1 if wide or spec.workspace else block.resident,
     )
 
 
@@ -118,10 +144,8 @@ def to_ptx(config: Config, capability: tuple[int, int]) -> tuple[str, str]:
 def _launch_bounds(config: Config) -> tuple[int, int]:
     """Threads of a block at most, and blocks of a multiprocessor at least."""
     if isinstance(config, SafeLengthsSpec):
-        return 1024, 1
-    wide = "int64" in (config.token, config.table, config.slot)
-    blocks = 1 if wide or config.workspace else RESIDENT_BLOCKS[config.groups]
-    return 32 * MAX_WARPS[config.groups], blocks
+        return SAFE_LENGTHS_THREADS, 1
+    return 32 * config.warps, config.resident
 
 
 def _source(config: Config) -> tuple[Callable[..., None], tuple[str, ...], dict[str, str]]:

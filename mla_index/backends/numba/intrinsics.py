@@ -10,6 +10,7 @@ from numba.cuda.extending import intrinsic
 
 ALL_LANES = 0xFFFFFFFF
 _VECTOR_BYTES = 16
+_SHARED = 3  # LLVM's address space
 
 
 def _vectors(builder: Any, pointer: Any, index: Any, bits: int) -> list[Any]:
@@ -46,18 +47,27 @@ def address(typing_context: Any, pointer: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def load_at(typing_context: Any, pointer: Any, base: Any, index: Any, step: Any) -> Any:
-    """The element `base + index * step` bytes on: one multiply-add and no scaling."""
+def moved(typing_context: Any, pointer: Any, elements: Any) -> Any:
+    """The address so many elements on."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_at(typing_context: Any, pointer: Any, index: Any, step: Any) -> Any:
+    """The element `index * step` bytes on: one multiply-add and no scaling."""
     element = pointer.dtype
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer_value, base_value, index_value, step_value = args
+        pointer_value, index_value, step_value = args
         start = builder.bitcast(pointer_value, ir.IntType(8).as_pointer())
-        offset = builder.add(base_value, builder.mul(index_value, step_value))
-        address = builder.gep(start, [offset])
+        address = builder.gep(start, [builder.mul(index_value, step_value)])
         return builder.load(builder.bitcast(address, pointer_value.type))
 
-    return element(pointer, types.int64, types.int64, types.int64), generate
+    return element(pointer, types.int64, types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -85,16 +95,22 @@ def load4(typing_context: Any, pointer: Any, index: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def load4_shared(typing_context: Any, array: Any, index: Any) -> Any:
-    """`load4` from a shared array."""
-    element = array.dtype
+def shared_pointer(typing_context: Any, array: Any) -> Any:
+    """The address of a shared array, worked out once.
+
+    It passes through assembly that does nothing, or ptxas works it out again before every access,
+    which takes four instructions of which one is slow.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(array)(context, builder, args[0]).data
-        values = _load(builder, data, args[1], element.bitwidth)
-        return context.make_tuple(builder, signature.return_type, values)
+        word, inside = ir.IntType(32), data.type.pointee.as_pointer(_SHARED)
+        number = builder.ptrtoint(builder.addrspacecast(data, inside), word)
+        nothing = ir.InlineAsm(ir.FunctionType(word, [word]), "", "=r,0", side_effect=True)
+        settled = builder.inttoptr(builder.call(nothing, [number]), inside)
+        return builder.addrspacecast(settled, data.type)
 
-    return types.UniTuple(element, 4)(array, types.int64), generate
+    return types.CPointer(array.dtype)(array), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -36,6 +36,8 @@ class RemapConfig(NamedTuple):
         counts: count them; said of a compacting kernel too.
         workspace: rows may read the gathered workspace.
         groups: groups of four columns that a lane has in flight, 1 to 4.
+        warps: of a thread block at most.
+        resident: thread blocks of so many that a multiprocessor shall have registers for.
     """
 
     token: str
@@ -48,6 +50,8 @@ class RemapConfig(NamedTuple):
     counts: bool
     workspace: bool
     groups: int
+    warps: int
+    resident: int
 
 
 REMAP_PARAMETERS = (
@@ -61,10 +65,10 @@ REMAP_PARAMETERS = (
 )  # fmt: skip
 """What the remap kernel takes; all are int64 but the pointers.
 
-Steps and rows are in elements, the table's in bytes. `*_wide`: whether the elements are int64 (1)
-or int32 (0), since they are read as int32 words; -1: there is no such tensor, nor is there one with
-a step of -1. `last_local`: the largest token number of this rank that the table has a column for,
-or -1. A launch may leave out from `mapping` on what the kernel does not come to read.
+Steps and rows are in elements, the table's step in bytes. `*_wide`: whether the elements are int64
+(1) or int32 (0), since they are read as int32 words; -1: there is no such tensor, nor is there one
+with a step of -1. `last_local`: the largest token number of this rank that the table has a column
+for, or -1. A launch may leave out from `mapping` on what the kernel does not come to read.
 """
 
 ABSENT = -1
@@ -126,7 +130,7 @@ def _reader(target: Target) -> Callable[[Pointer, int, int], int]:
 
 
 def _locator(config: RemapConfig, target: Target) -> Callable[..., tuple[int, int]]:
-    """`(token)` to the rank that owns it and its number there; tokens are not negative."""
+    """`(token)` to the rank that owns it and its number there: of a negative one, any numbers."""
     number = target.cast(config.token)
     unsigned = target.cast("u" + config.token)
     size = target.constant("u" + config.token, config.dcp_size)
@@ -158,19 +162,18 @@ def _paged(config: RemapConfig, target: Target) -> Callable[..., int]:
     locate, load_at, multiply_wide = _locator(config, target), target.load_at, target.multiply_wide
 
     def paged(
-        token: int, last: int, last_local: int, rank: int, table: Pointer, base: int, step: int,
+        token: int, last: int, last_local: int, rank: int, table_row: Pointer, step: int,
         stride: int, last_slot: int, last_block: int, last_offset: int, absent: int,
     ) -> int:  # fmt: skip
         valid = (token >= 0) & (token <= last)
-        local = token if valid else number(0)
+        owner, local = locate(token)
         if shared:
-            owner, local = locate(local)
             valid = valid & (owner == rank) & (local <= last_local)
-            local = local if valid else number(0)
         # Invalid entries read column 0: a load that always may be done needs no branch.
+        local = local if valid else number(0)
         block = number(unsigned(local) // block_size)
         offset = int64(number(local - number(block * signed_block_size)))
-        entry = load_at(table, base, int64(block), step)
+        entry = load_at(table_row, int64(block), step)
         if wide_table:
             # The product may not fit, so block and offset are compared instead.
             most = last_block - 1 if offset > last_offset else last_block
@@ -209,20 +212,22 @@ def _gathered(config: RemapConfig, target: Target) -> Callable[..., int]:
 
 
 def _group_loader(config: RemapConfig, target: Target) -> Callable[..., Four]:
-    """Four tokens from `column` on, -1 outside the row."""
+    """Four of a row's tokens from `column` on, -1 outside the row."""
     int32, number = target.cast("int32"), target.cast(config.token)
-    load4 = target.load4
+    load4, moved = target.load4, target.moved
 
-    def load(tokens: Pointer, base: int, step: int, column: int, width: int) -> Four:
+    def load(tokens: Pointer, step: int, column: int, width: int) -> Four:
         a = b = c = d = number(-1)
         if (step == 1) & (column >= 0) & (int32(column + GROUP) <= width):
-            a, b, c, d = load4(tokens, base + column)
+            a, b, c, d = load4(tokens, column)
         else:
+            here = moved(tokens, column * step)
             for i in range(GROUP):
                 a, b, c, d = b, c, d, number(-1)
                 at = int32(column + i)
                 if (at >= 0) & (at < width):
-                    d = tokens[base + at * step]
+                    d = here[0]
+                here = moved(here, step)
         return a, b, c, d
 
     return target.function(load)
@@ -234,16 +239,15 @@ def _group_storer(target: Target) -> Callable[..., None]:
     store4 = target.store4
 
     def store(
-        out: Pointer, base: int, column: int, width: int, aligned: bool, a: int, b: int, c: int,
-        d: int,
-    ) -> None:  # fmt: skip
+        out: Pointer, column: int, width: int, aligned: bool, a: int, b: int, c: int, d: int
+    ) -> None:
         if aligned & (column >= 0) & (int32(column + GROUP) <= width):
-            store4(out, base + column, a, b, c, d)
+            store4(out, column, a, b, c, d)
         else:
             for i in range(GROUP):
                 at = int32(column + i)
                 if (at >= 0) & (at < width):
-                    out[base + at] = a
+                    out[at] = a
                 a, b, c = b, c, d
 
     return target.function(store)
@@ -320,12 +324,12 @@ def _byte_summer(target: Target) -> Callable[[int], int]:
 def _flusher(target: Target) -> Callable[..., None]:
     """Write columns `[first, end)` of a row: gathered slots up to `filled`, then `pad`."""
     int32 = target.cast("int32")
-    load4_shared = target.load4_shared
+    load4 = target.load4
     store = _group_storer(target)
 
     def flush(
-        shared: Any, out: Pointer, base: int, first: int, end: int, filled: int, width: int,
-        thread: int, threads: int, pad: int,
+        shared: Any, out: Pointer, first: int, end: int, filled: int, width: int, thread: int,
+        threads: int, pad: int,
     ) -> None:  # fmt: skip
         at = int32(thread * GROUP)
         column = int32(first + at)
@@ -333,11 +337,11 @@ def _flusher(target: Target) -> Callable[..., None]:
             a = b = c = d = pad
             left = int32(filled - column)
             if left > 0:
-                a, b, c, d = load4_shared(shared, TOTALS + at)
+                a, b, c, d = load4(shared, TOTALS + at)
                 b = b if left > 1 else pad
                 c = c if left > 2 else pad
                 d = d if left > 3 else pad
-            store(out, base, column, width, True, a, b, c, d)
+            store(out, column, width, True, a, b, c, d)
             at = int32(at + threads * GROUP)
             column = int32(first + at)
 
@@ -357,7 +361,7 @@ def _tile_compactor(config: RemapConfig, target: Target) -> Callable[..., int]:
     sum_bytes, flush = _byte_summer(target), _flusher(target)
 
     def compact_tile(
-        shared: Any, slot: Any, out: Pointer, base: int, shift: int, columns: int, done: int,
+        shared: Any, slot: Any, out: Pointer, shift: int, columns: int, done: int,
         last_tile: bool, dummy: bool, thread: int, threads: int, lane: int, warp: int, warps: int,
         pad: int,
     ) -> int:  # fmt: skip
@@ -393,7 +397,7 @@ def _tile_compactor(config: RemapConfig, target: Target) -> Callable[..., int]:
         cuda.syncthreads()
         full = int32((done + shift) & ~3)
         flush(
-            shared, out, base, int32(first - shift), columns if last_tile else int32(full - shift),
+            shared, out, int32(first - shift), columns if last_tile else int32(full - shift),
             filled, columns, thread, threads, pad,
         )  # fmt: skip
         if not last_tile:
@@ -419,8 +423,8 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
     apart, span = lanes * GROUP, lanes * GROUP * config.groups
     entries = GROUP * config.groups
     compact, counting, has_workspace = config.compact, config.counts, config.workspace
-    address, warp_scan, warp_last = target.address, target.warp_scan, target.warp_last
-    over_warps = target.over_warps
+    address, moved, shared_pointer = target.address, target.moved, target.shared_pointer
+    warp_scan, warp_last, over_warps = target.warp_scan, target.warp_last, target.over_warps
     token_bits, slot_bits = (3 if name == "int64" else 2 for name in (config.token, config.slot))
     load, store = _group_loader(config, target), _group_storer(target)
     read_row, compact_tile = _row_reader(config, target), _tile_compactor(config, target)
@@ -444,17 +448,19 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
         lane = int32(unsigned(thread) % unsigned(lanes))
         warp = int32(unsigned(thread) // unsigned(lanes))
         warps = int32(unsigned(threads) // unsigned(lanes))
-        shared = cuda.shared.array(0, slot_dtype)
+        shared = shared_pointer(cuda.shared.array(0, slot_dtype))
         token = cuda.local.array(entries, token_dtype)
         slot = cuda.local.array(entries, slot_dtype)
 
         token_base, out_base = row * token_row, row * out_row
+        row_tokens, row_out = moved(tokens, token_base), moved(out, out_base)
         # By how many elements the row begins past a multiple of four.
         out_shift = int32(((address(out) >> slot_bits) + out_base) & 3)
         shift = out_shift
         if token_step == 1:
             shift = int32(((address(tokens) >> token_bits) + token_base) & 3)
-        columns, filler = int32(topk), slot_type(pad)
+        # Known not to be negative, like the bounds below: `0 <= x < columns` is one comparison.
+        columns, filler = max(int32(topk), int32(0)), slot_type(pad)
         # Valid slots are not negative, so -1 tells the others where they have to be told.
         absent = slot_type(-1) if counting else filler
         tile = int32(warps * span)
@@ -466,9 +472,7 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
             # (Those are read again for each tile, which costs less than a wait before the first.)
             column = int32(at + warp * span + lane * GROUP - shift)
             for g in range(groups):
-                a, b, c, d = load(
-                    tokens, token_base, token_step, int32(column + g * apart), columns
-                )
+                a, b, c, d = load(row_tokens, token_step, int32(column + g * apart), columns)
                 token[GROUP * g], token[GROUP * g + 1] = a, b
                 token[GROUP * g + 2], token[GROUP * g + 3] = c, d
             width, base, last, start, in_workspace = read_row(
@@ -478,10 +482,11 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
                 gathers, gather_step, gather_wide, starts, start_step, start_wide, starts_size,
                 last_ws_row,
             )  # fmt: skip
+            row_table = moved(table, base)
             # Known not to be negative, `0 <= x <= bound` is one comparison. A row with a bound
             # that is has no width.
             last_token, highest = max(number(last), number(0)), max(last_slot, int64(0))
-            last_here, readable = number(last_local), int32(width)
+            last_here, own_rank, readable = number(last_local), number(rank), int32(width)
             end = int32((readable if compact else columns) + shift)
             last_tile = int32(at + tile) >= end
             # The loops are unrolled: all reads of the table are under way together.
@@ -497,12 +502,12 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
             else:
                 for i in range(entries):
                     slot[i] = paged(
-                        number(token[i]), last_token, last_here, rank, table, base, table_step,
+                        number(token[i]), last_token, last_here, own_rank, row_table, table_step,
                         stride, highest, last_block, last_offset, absent,
                     )  # fmt: skip
             if compact:
                 done = compact_tile(
-                    shared, slot, out, out_base, out_shift, columns, done, last_tile,
+                    shared, slot, row_out, out_shift, columns, done, last_tile,
                     lengths_step >= 0, thread, threads, lane, warp, warps, filler,
                 )  # fmt: skip
             else:
@@ -512,7 +517,7 @@ def remap_kernel(config: RemapConfig, target: Target) -> Callable[..., None]:
                         slot[i] = slot[i] if slot[i] >= 0 else filler
                 for g in range(groups):
                     store(
-                        out, out_base, int32(column + g * apart), columns, shift == out_shift,
+                        row_out, int32(column + g * apart), columns, shift == out_shift,
                         slot[GROUP * g], slot[GROUP * g + 1], slot[GROUP * g + 2],
                         slot[GROUP * g + 3],
                     )  # fmt: skip

@@ -27,8 +27,6 @@ from mla_index.specs import RemapSpec, SafeLengthsSpec
 Start = Callable[[int, int, int, int, Sequence[Any]], None]
 """`(blocks, blocks along a row, threads, bytes of shared memory, parameters)`: launches."""
 
-SAFE_LENGTHS_THREADS = 128
-
 MANY_COLUMNS = 7_500
 """Columns of a call for each multiprocessor from which on there are many rows; lanes that take one
 group of columns would fill it almost twice over. Measured on an H200: see docs/performance.md."""
@@ -47,9 +45,9 @@ def safe_lengths_launcher(start: Start, pointer: Callable[[Tensor], Any]) -> Cal
     """The launcher of safe_lengths, on the card or in the simulator."""
 
     def launch(slots: Tensor, counts: Tensor, lengths: Tensor) -> None:
-        rows = slots.shape[0]
+        rows, threads = slots.shape[0], compiler.SAFE_LENGTHS_THREADS
         start(
-            -(-rows // SAFE_LENGTHS_THREADS), 1, SAFE_LENGTHS_THREADS, 0,
+            -(-rows // threads), 1, threads, 0,
             (
                 pointer(slots), slots.stride(0), pointer(counts), counts.stride(0),
                 pointer(lengths), lengths.stride(0), rows,
@@ -67,7 +65,7 @@ class _Variants:
         self.many_from = MANY_COLUMNS * processors
         self._spec, self._device = spec, device
         self._lock = threading.Lock()
-        self._config = self._of(compiler.GROUPS_FOR_FEW_ROWS)
+        self._config = self._of(many=False)
         self.few = self._built(self._config)
         self.many: tuple[Start, Shape] | None = None
 
@@ -83,7 +81,7 @@ class _Variants:
         """The kernel for many rows; the first call of it compiles."""
         with self._lock:
             if self.many is None:
-                config = self._of(compiler.GROUPS_FOR_MANY_ROWS)
+                config = self._of(many=True)
                 self.many = self.few if config == self._config else self._built(config)
             return self.many
 
@@ -91,8 +89,8 @@ class _Variants:
         """Compile what is left; how many kernels there are."""
         return 1 if self.build_many() is self.few else 2
 
-    def _of(self, classes: dict[int, int]) -> RemapConfig:
-        return compiler.remap_config(self._spec, compiler.groups_for(self._spec.topk, classes))
+    def _of(self, *, many: bool) -> RemapConfig:
+        return compiler.remap_config(self._spec, compiler.remap_block(self._spec, many=many))
 
     def _built(self, config: RemapConfig) -> tuple[Start, Shape]:
         with torch.cuda.device(self._device):
@@ -101,8 +99,7 @@ class _Variants:
                     f"first use of numba's remap for this configuration on {self._device} inside "
                     "a CUDA graph capture: call mla_index.warmup before the capture"
                 )
-        shape = Shape(config, 32, compiler.MAX_WARPS[config.groups])
-        return _starter(config, self._device), shape
+        return _starter(config, self._device), Shape(config, 32)
 
 
 # --- the driver ---------------------------------------------------------------------------------

@@ -14,16 +14,15 @@ from torch import Tensor
 from mla_index.backends.numba import compile as compiler
 from mla_index.backends.numba import kernels
 from mla_index.backends.numba.arguments import Shape, remap_launcher
+from mla_index.backends.numba.compile import Block
 from mla_index.backends.numba.launch import Start, safe_lengths_launcher
 from mla_index.backends.numba.target import SimulatedPointer, in_simulator
 from mla_index.registry import Kernel
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
-WARPS = 4
-"""Each is one thread here; rows longer than a tile of four are walked, as on the card."""
-
-GROUPS = {1: 1, 64: 2, 128: 4}
-"""Every number of groups that the card knows, by width class."""
+BLOCKS = {1: Block(1, 4, 1), 64: Block(2, 4, 1), 128: Block(4, 4, 1)}
+"""Every number of groups that the card knows, by width class. Each warp is one thread here; rows
+longer than a tile of four are walked, as on the card."""
 
 _one_at_a_time = threading.Lock()
 
@@ -35,8 +34,8 @@ def build(spec: RemapSpec | SafeLengthsSpec) -> Kernel:
         kernel = cuda.jit(kernels.safe_lengths_kernel(target, "int64"))
         start = _starter(kernel, kernels.SAFE_LENGTHS_PARAMETERS)
         return Kernel(safe_lengths_launcher(start, SimulatedPointer))
-    config = compiler.remap_config(spec, compiler.groups_for(spec.topk, GROUPS))
-    shape = Shape(config, target.lanes, WARPS)
+    config = compiler.remap_config(spec, compiler.of_class(spec.topk, BLOCKS))
+    shape = Shape(config, target.lanes)
     start = _starter(cuda.jit(kernels.remap_kernel(config, target)), kernels.REMAP_PARAMETERS)
 
     def words(tensor: Tensor) -> SimulatedPointer:

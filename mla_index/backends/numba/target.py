@@ -10,6 +10,7 @@ a kernel means; that nothing wraps on the card where it matters is shown on the 
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +30,9 @@ class Pointer(Protocol):
     # Only the simulator's has these; kernels come to them by `Target`.
     address: int
 
+    def moved(self, elements: int, /) -> Pointer:
+        """The pointer so many elements on."""
+
     def at_byte(self, offset: int, /) -> int:
         """The element that begins so many bytes on."""
 
@@ -46,11 +50,12 @@ class Target(NamedTuple):
         constant: a number that Numba takes for one of the type of that name.
         dtype: the element type of a shared array.
         address: of a pointer, in bytes.
-        load_at: `(pointer, base, index, step)` to the element `base + index * step` bytes on.
+        moved: the pointer so many elements on.
+        load_at: `(pointer, index, step)` to the element `index * step` bytes on.
         multiply_wide: the int64 product of two int32.
         load4, store4: four adjacent elements from an index that is a multiple of four elements
             from an aligned address, as 16-byte accesses.
-        load4_shared: the same from a shared array.
+        shared_pointer: of a shared array.
         warp_scan: `(value, lane)` to the sum over the lanes up to and including this one.
         warp_last: the last lane's value.
         over_warps: `(shared, warp, warps, lane)`, where `shared` begins with a number for each
@@ -63,11 +68,12 @@ class Target(NamedTuple):
     constant: Callable[[str, int], int]
     dtype: Callable[[str], Any]
     address: Callable[[Pointer], int]
-    load_at: Callable[[Pointer, int, int, int], int]
+    moved: Callable[[Pointer, int], Pointer]
+    load_at: Callable[[Pointer, int, int], int]
     multiply_wide: Callable[[int, int], int]
     load4: Callable[[Pointer, int], Four]
     store4: Callable[[Pointer, int, int, int, int, int], None]
-    load4_shared: Callable[[Pointer, int], Four]
+    shared_pointer: Callable[[Any], Any]
     warp_scan: Callable[[int, int], int]
     warp_last: Callable[[int], int]
     over_warps: Callable[[Any, int, int, int], tuple[int, int]]
@@ -88,11 +94,12 @@ def on_card() -> Target:
         constant=lambda name, value: getattr(np, name)(value),
         dtype=lambda name: getattr(types, name),
         address=intrinsics.address,
+        moved=intrinsics.moved,
         load_at=intrinsics.load_at,
         multiply_wide=intrinsics.multiply_wide,
         load4=intrinsics.load4,
         store4=intrinsics.store4,
-        load4_shared=intrinsics.load4_shared,
+        shared_pointer=intrinsics.shared_pointer,
         warp_scan=intrinsics.warp_scan,
         warp_last=intrinsics.warp_last,
         over_warps=intrinsics.over_warps,
@@ -108,11 +115,12 @@ def in_simulator() -> Target:
         constant=lambda _, value: value,
         dtype=lambda name: getattr(types, name),
         address=lambda pointer: pointer.address,
-        load_at=lambda pointer, base, index, step: pointer.at_byte(base + index * step),
+        moved=lambda pointer, elements: pointer.moved(elements),
+        load_at=lambda pointer, index, step: pointer.at_byte(index * step),
         multiply_wide=operator.mul,
         load4=_load4,
         store4=_store4,
-        load4_shared=_load4,
+        shared_pointer=lambda array: array,
         warp_scan=lambda value, _: value,
         warp_last=lambda value: value,
         over_warps=lambda shared, warp, warps, _: (
@@ -140,11 +148,20 @@ class SimulatedPointer:
         self.address = tensor.data_ptr()
         self._element_bytes = ctypes.sizeof(element)
         last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        self._start = 0
         self._end = (last + 1) * per_element if tensor.numel() else 0
         # ctypes has no bounds of its own and, unlike an array, spans views of any size at no cost.
         self._memory = ctypes.cast(self.address, ctypes.POINTER(element))
 
+    def moved(self, elements: int) -> SimulatedPointer:
+        """The pointer so many elements on, within the same bounds."""
+        pointer = copy.copy(self)
+        pointer._start += elements
+        pointer.address += elements * self._element_bytes
+        return pointer
+
     def _check(self, index: int) -> int:
+        index += self._start
         if not 0 <= index < self._end:
             raise IndexError(f"element {index} is outside a view that ends at {self._end}")
         return int(index)
