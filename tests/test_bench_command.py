@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mla_index import simulation
+from mla_index.bench import run as run_module
 from mla_index.bench.record import Row
 from mla_index.cli import bench as command
 from mla_index.cli.app import app
@@ -110,6 +112,28 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch):
     assert result.exit_code == 1
     assert "wrong, or failed: " in result.stdout
     assert "Differs" in result.stdout
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_early_writes_what_it_has(how, tmp_path, monkeypatch):
+    real, begun = run_module._time_shape, []
+
+    def timed_once(state, batch, topk):
+        if begun:
+            signal.raise_signal(how)
+        begun.append(topk)
+        real(state, batch, topk)
+
+    monkeypatch.setattr(run_module, "_time_shape", timed_once)
+    before = signal.getsignal(signal.SIGTERM)
+    path = tmp_path / "bench.json"
+    result = bench("--quick", "--op", "remap", "--rows", "1,4", "--topk", "8", "--json", path)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("error: interrupted: what was measured before is all there is\n")
+    written = json.loads(path.read_text())
+    assert written["interrupted"] is True
+    assert {row["rows"] for row in written["rows"] if row["metric"] == "cpu_us"} == {1}
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_was_left_out_is_said():

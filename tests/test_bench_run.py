@@ -40,6 +40,7 @@ def record():
 def test_every_contender_is_timed_at_every_shape(record):
     table = Table(rows_of(record))
     assert record["left_out"] == record["wrong"] == []
+    assert record["interrupted"] is False
     for rows in (1, 4):
         for topk in (32, 7):
             shape = {"rows": rows, "topk": topk, "workload": "uniform", "dtype": "int32"}
@@ -122,6 +123,23 @@ def test_when_the_time_is_over_the_rest_is_left_out():
     assert len(found["left_out"]) == 4
     assert found["left_out"][0] == "uniform, T = 1, K = 32: stopped after 0 s"
     assert not list(Table(rows_of(found)).find("cpu_us"))
+
+
+def test_what_was_measured_before_an_interruption_is_kept(monkeypatch):
+    real, begun = run_module._time_shape, []
+
+    def timed_once(state, batch, topk):
+        if begun:
+            raise KeyboardInterrupt
+        begun.append(topk)
+        real(state, batch, topk)
+
+    monkeypatch.setattr(run_module, "_time_shape", timed_once)
+    found = run(Plan(**TINY))
+    assert found["interrupted"] is True
+    assert found["left_out"] == ["what was to follow: interrupted"]
+    assert {(row.rows, row.topk) for row in Table(rows_of(found)).find("cpu_us")} == {(1, 32)}
+    assert not list(Table(rows_of(found)).find("import_ms"))
 
 
 def test_large_shapes_are_left_out_with_the_reason():

@@ -10,7 +10,7 @@ from planted_faults import ReferenceBackend
 
 import mla_index
 from mla_index import selector
-from mla_index.conformance import cases, field_reports, oracle, source, sweep
+from mla_index.conformance import cases, field_reports, oracle, scale_jobs, source, sweep
 from mla_index.conformance.checks import (
     CANARY,
     Literal,
@@ -232,6 +232,41 @@ def test_both_operations_and_all_modes_are_swept():
     jobs = list(sweep.jobs(full=False))
     assert {job.op for job in jobs} == {"remap", "dcp_filter"}
     assert {mode for job in jobs for mode in job.tags} >= {"plain", "counts", "compact", "safe"}
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A device whose memory another process gives back after some attempts."""
+
+    message = "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 1 has ... Process 9 has ..."
+
+    def __init__(self, refusals: int) -> None:
+        self.refusals = refusals
+
+    def __call__(self) -> torch.Tensor:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise torch.OutOfMemoryError(self.message)
+        return torch.zeros(1)
+
+
+def test_memory_that_others_hold_is_waited_for(monkeypatch):
+    monkeypatch.setattr(scale_jobs, "_shared", lambda _: True)
+    monkeypatch.setattr(scale_jobs.time, "sleep", lambda _: None)
+    assert len(scale_jobs._or_not_taken(Memory(3), torch.device("cuda", 0))) == 1
+    monkeypatch.setattr(scale_jobs, "PATIENCE", 0.0)
+    with pytest.raises(NotTaken):
+        scale_jobs._or_not_taken(Memory(10**9), torch.device("cuda", 0))
+
+
+def test_memory_that_nobody_else_holds_is_not_waited_for():
+    memory = Memory(10**9)
+    short = "^no memory for it: CUDA out of memory. Tried to allocate 8.00 GiB.$"
+    with pytest.raises(NotTaken, match=short):
+        scale_jobs._or_not_taken(memory, torch.device("cpu"))
+    assert memory.refusals == 10**9 - 1
 
 
 # --- the hash of the sources ----------------------------------------------------------------------

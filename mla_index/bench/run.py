@@ -124,7 +124,7 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
 
     Its `rows` are the measurements, `left_out` what was not measured and why, and `wrong` the
     contenders whose results were not those of the torch backend, or that failed; those have no
-    times.
+    times. `interrupted`: a KeyboardInterrupt ended it, and the record is of what came before.
 
     Raises:
         BackendUnavailable: a backend that was named cannot run, or none can.
@@ -138,6 +138,27 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
     requests = [] if plan.trace is None else read_trace(plan.trace)
     shapes = list(_of_trace(plan, requests) if requests else _uniform(plan))
     state.left_out += _without_step(plan, requests)
+    interrupted = False
+    try:
+        _measure(state, shapes)
+    except KeyboardInterrupt:
+        interrupted = True
+        state.left_out.append("what was to follow: interrupted")
+    return {
+        **head("bench", plan.device),
+        "plan": plan.as_dict(),
+        "backends": list(backends),
+        "load": load,
+        "seconds": round(time.monotonic() - started, 1),
+        "interrupted": interrupted,
+        "left_out": state.left_out,
+        "wrong": state.wrong,
+        "rows": [row.as_dict() for row in state.rows],
+    }
+
+
+def _measure(state: Run, shapes: Sequence[Shape]) -> None:
+    plan = state.plan
     _on_host(state)
     for number, shape in enumerate(shapes):
         _tell(state, f"T = {shape.rows}, K = {shape.topk}", number, len(shapes))
@@ -150,16 +171,6 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
             state.left_out.append(f"{shape.workload}, T = {shape.rows}, K = {shape.topk}: {reason}")
     if not plan.quick:
         _once_a_process(state)
-    return {
-        **head("bench", plan.device),
-        "plan": plan.as_dict(),
-        "backends": list(backends),
-        "load": load,
-        "seconds": round(time.monotonic() - started, 1),
-        "left_out": state.left_out,
-        "wrong": state.wrong,
-        "rows": [row.as_dict() for row in state.rows],
-    }
 
 
 class Shape(NamedTuple):

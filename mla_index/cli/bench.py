@@ -102,7 +102,8 @@ def bench(
         float | None,
         typer.Option(
             help="Begin no new shape after so long, and say what was left out. By default 240, "
-            "with --quick 12 on the CPU and 40 elsewhere."
+            "with --quick 12 on the CPU and 40 elsewhere. What is measured once a run is on top: "
+            "on a GPU some tens of seconds of compiling (not with --quick)."
         ),
     ] = None,
     as_json: Annotated[
@@ -117,7 +118,8 @@ def bench(
 
     Every result is compared with the torch backend's before it is timed. Time on a GPU is by replay
     of CUDA graphs over inputs that are walked in turn; time on the host by a loop that never waits.
-    Random data; medians of contenders measured in turn.
+    Random data; medians of contenders measured in turn. Ctrl-C (or SIGTERM) ends it early: what was
+    measured until then is shown and written all the same.
 
     **Examples**
 
@@ -157,7 +159,7 @@ def bench(
             quick=quick,
             seconds=seconds,
         )
-        with PatientProgress(Console(stderr=True)) as progress:
+        with exits.interrupted_by_termination(), PatientProgress(Console(stderr=True)) as progress:
             found = run(plan, progress)
     show(found, screen.console(stderr=as_json == files.STDOUT))
     if as_json is not None:
@@ -169,6 +171,8 @@ def bench(
         picture = BytesIO()
         draw(found, picture)
         files.write("--plot", plot, picture.getvalue())
+    if found["interrupted"]:
+        raise exits.stop("interrupted: what was measured before is all there is", exits.INTERRUPTED)
     if found["wrong"]:
         raise typer.Exit(exits.FAILED)
     if not timed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,6 +47,19 @@ def errors_as_exits() -> Iterator[None]:
         # torch's allocator on the CPU says first where in its sources it stands
         first = str(error).partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
         raise stop(f"memory ran out, ask for less ({first or 'MemoryError'})", USAGE) from error
+
+
+@contextmanager
+def interrupted_by_termination() -> Iterator[None]:
+    """Let SIGTERM, as of `timeout`, do what Ctrl-C does: for a command that keeps its work."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may ask for it
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _told(error: BackendUnavailable | BackendUnsupported) -> str:

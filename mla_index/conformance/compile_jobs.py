@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -91,12 +91,16 @@ def _part(problem: Problem, rows: int, columns: int) -> Problem:
 
 def _repeated(problem: Problem, times: int) -> Problem:
     """The same rows over and over."""
+
+    def over(values: Sequence[int] | None) -> list[int] | None:
+        return None if values is None else [*values] * times
+
     return replace(
         problem,
-        tokens=problem.tokens * times,
-        req_id=problem.req_id and problem.req_id * times,
-        token_limits=problem.token_limits and problem.token_limits * times,
-        ws_ids=problem.ws_ids and problem.ws_ids * times,
+        tokens=[*problem.tokens] * times,
+        req_id=over(problem.req_id),
+        token_limits=over(problem.token_limits),
+        ws_ids=over(problem.ws_ids),
     )
 
 

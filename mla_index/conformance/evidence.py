@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from mla_index import registry
@@ -80,7 +81,10 @@ def _section(name: str, record: dict[str, Any]) -> Iterable[str]:
         for problem in result["problems"]:
             yield f"| {backend} | {problem} | | | | |"
         for line in result["results"]:
-            why = "; ".join(f"{count} × {text}" for text, count in line["skip_reasons"].items())
+            why = "; ".join(
+                f"{count} × {shorten(text, 120, placeholder=' …')}"
+                for text, count in line["skip_reasons"].items()
+            )
             numbers = " | ".join(str(line[key]) for key in ("passed", "failed", "skipped"))
             # Tests of no backend run beside each, and say so.
             shown = backend if line["backend"] == backend else f"beside {backend}"

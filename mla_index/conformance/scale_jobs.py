@@ -5,6 +5,7 @@ At full scale they need a real device; the small forms keep the shape of each fo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,9 @@ from mla_index.specs import SafeLengthsSpec
 
 FAR = 2**31 - 8
 """Elements from one row to the next; the third row begins beyond 2**32."""
+
+PATIENCE = 60.0
+"""Seconds to wait for memory that other processes hold."""
 
 _MODES = {"plain": Run(), "compact": Run(compact=True, counts=True)}
 
@@ -79,8 +83,8 @@ def check_many_elements(run: Run, target: Target) -> None:
     tokens = torch.tensor(problem.tokens, dtype=torch.int32, device=device)
     req_id = torch.tensor(problem.req_id, dtype=torch.int32, device=device)
     repeats = -(-rows // 20)
-    big = _or_not_taken(partial(tokens.repeat, repeats, 1))[:rows]
-    out = _or_not_taken(partial(torch.full_like, big, CANARY[torch.int32]))
+    big = _or_not_taken(partial(tokens.repeat, repeats, 1), device)[:rows]
+    out = _or_not_taken(partial(torch.full_like, big, CANARY[torch.int32]), device)
     result = mla_index.remap(
         req_id.repeat(repeats)[:rows],
         torch.tensor(problem.table, dtype=torch.int32, device=device),
@@ -162,12 +166,29 @@ def check_far_slots(target: Target) -> None:
 
 
 def _far_buffer(device: torch.device) -> Tensor:
-    return _or_not_taken(partial(torch.empty, 2**32, dtype=torch.int32, device=device))
+    return _or_not_taken(partial(torch.empty, 2**32, dtype=torch.int32, device=device), device)
 
 
-def _or_not_taken(allocate: Callable[[], Tensor]) -> Tensor:
-    """The tensor, or the reason why this machine cannot hold it."""
-    try:
-        return allocate()
-    except (RuntimeError, MemoryError) as error:
-        raise NotTaken(f"no memory for it: {str(error).splitlines()[0]}") from None
+def _or_not_taken(allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """The tensor, or the reason why this machine cannot hold it.
+
+    What other processes hold of the device, like another backend's suite, is waited for.
+    """
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return allocate()
+        except (RuntimeError, MemoryError) as error:
+            if time.monotonic() > until or not _shared(device):
+                # What follows in CUDA's message is every process that holds some of it.
+                reason = str(error).splitlines()[0].partition(" GPU ")[0]
+                raise NotTaken(f"no memory for it: {reason}") from None
+        time.sleep(0.5)
+
+
+def _shared(device: torch.device) -> bool:
+    """Whether other processes hold much of a device's memory."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device) > total / 4
