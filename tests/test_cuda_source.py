@@ -171,8 +171,14 @@ def assert_accesses(ptx: str, defines: dict[str, int]) -> None:
 @needs_nvrtc
 def test_ordinary_entries_need_no_long_arithmetic() -> None:
     """int32 throughout: for each entry one address is widened, and nothing else has 64 bits. Told
-    by what more entries a thread add: the kernels of 256 and 512 columns differ in that alone.
+    by what more entries a thread add: the kernels of 128 and 256 columns differ in that alone.
     """
+    few, more = (
+        dict(remap_variants(RemapSpec(64, topk, compact=True, counts=True))[True, False].defines)
+        for topk in (128, 256)
+    )
+    assert few | {"ITEMS": 8} == more
+    assert few["ITEMS"] == 4
 
     def long_steps(topk: int) -> int:
         vector = remap_variants(RemapSpec(64, topk, compact=True, counts=True))[True, False]
@@ -180,8 +186,8 @@ def test_ordinary_entries_need_no_long_arithmetic() -> None:
         assert not re.search(r"\b(div|rem)\.", ptx)
         return len(re.findall(r"\b(?!ld|st|mov|cvta|mul\.wide)[a-z.]+\.[sub]64\b", ptx))
 
-    entries, vectors = 8, 2
-    assert long_steps(512) - long_steps(256) <= entries + 8 * vectors
+    entries, vectors = 4, 1
+    assert long_steps(256) - long_steps(128) <= entries + 4 * vectors
 
 
 @needs_nvrtc

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import mla_index
+from mla_index.backends import cupy
 from mla_index.backends.cupy import launch
 from mla_index.backends.cupy.launch import geometry, remap_kernel, safe_lengths_kernel, token_ends
 from mla_index.backends.cupy.runtime import Function, HasPtr, Runtime
 from mla_index.backends.cupy.variants import MAX_PARTS, Variant, few_rows, remap_layouts
-from mla_index.registry import Kernel
+from mla_index.registry import Kernel, beyond
 from mla_index.specs import RemapSpec, SafeLengthsSpec
 
 PARAMS = struct.Struct("=" + "q" * len(launch.REMAP_FIELDS.split()))
@@ -163,6 +164,12 @@ def test_numbers_of_an_earlier_call_are_not_kept_for_another() -> None:
     bounds = [(p["*entry_end"], p["last_slot"]) for p in packed]
     assert bounds == [(16, 999), (2, 64), (16, 999)]
     assert {p["pad"] for p in packed} == {-1}
+
+
+def test_more_columns_than_32_bits_count_are_refused() -> None:
+    assert beyond(cupy.limits, DEVICE, RemapSpec(64, 2**30)) is None
+    reason = beyond(cupy.limits, DEVICE, RemapSpec(64, 2**30 + 1))
+    assert reason == f"K of the class {2**31} is too wide; it takes K up to {2**30}"
 
 
 def test_threads_do_not_share_what_they_pack() -> None:

@@ -52,10 +52,12 @@ def errors_as_exits() -> Iterator[None]:
 @contextmanager
 def interrupted_by_termination() -> Iterator[None]:
     """Let SIGTERM, as of `timeout`, do what Ctrl-C does: for a command that keeps its work."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may ask for it
+    before = signal.getsignal(signal.SIGTERM)
+    # The main thread alone may ask for it; a handler that is not Python's could not be put back.
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
