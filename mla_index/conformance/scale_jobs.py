@@ -20,6 +20,7 @@ from mla_index.conformance.generate import random_problem
 from mla_index.conformance.layouts import Placed
 from mla_index.conformance.oracle import Problem
 from mla_index.conformance.target import Failure, Job, NotTaken, Target
+from mla_index.simulation.memory import is_exhausted
 from mla_index.specs import SafeLengthsSpec
 
 FAR = 2**31 - 8
@@ -179,6 +180,8 @@ def _or_not_taken(allocate: Callable[[], Tensor], device: torch.device) -> Tenso
         try:
             return allocate()
         except (RuntimeError, MemoryError) as error:
+            if not is_exhausted(error):
+                raise
             if time.monotonic() > until or not _shared(device):
                 # What follows in CUDA's message is every process that holds some of it.
                 reason = str(error).splitlines()[0].partition(" GPU ")[0]
