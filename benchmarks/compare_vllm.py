@@ -69,11 +69,16 @@ def their_functions(folder: Path | None) -> Iterator[tuple[ModuleType, str]]:
     """vLLM's module and its version.
 
     Raises:
-        CannotBegin: it cannot be imported, or lacks a function.
+        CannotBegin: it cannot be imported, lacks a function, or tells no version.
     """
     if folder is None:
-        module = _module("without --vllm-src the installed vLLM is taken")
-        yield module, importlib.metadata.version("vllm")
+        installed = "without --vllm-src the installed vLLM is taken"
+        module = _module(installed)
+        try:
+            version = importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError as error:
+            raise CannotBegin(f"{installed}, but it tells no version: {error}") from error
+        yield module, version
         return
     with vllm_source.unpacked(folder):
         yield _module(f"--vllm-src {folder}"), vllm_source.version_in(folder)

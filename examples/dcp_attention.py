@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def place_on_host() -> int:
     """This rank's number on its host, the number of its device, which becomes the current one."""
-    number, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    number, devices = of_launcher("LOCAL_RANK", 0), torch.cuda.device_count()
     if number >= devices:
         raise SystemExit(f"--device cuda takes a device for each rank: {devices} here")
     torch.cuda.set_device(number)
@@ -358,10 +358,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.json and not options.json.parent.is_dir():
         parser.error(f"argument --json: there is no folder {options.json.parent}")
-    most = (2**31 - 1) // int(os.environ.get("WORLD_SIZE", "1"))
+    most = (2**31 - 1) // max(of_launcher("WORLD_SIZE", 1), 1)
     if options.interleave > most:
         parser.error(f"argument --interleave: must be at most {most}, got {options.interleave}")
     return options
+
+
+def of_launcher(name: str, alone: int) -> int:
+    """A number that torchrun has put into the environment, or what it is without torchrun."""
+    text = os.environ.get(name, str(alone))
+    if not text.isdecimal():
+        raise SystemExit(f"{name} must be an integer, as torchrun sets it, got {text!r}")
+    return int(text)
 
 
 def positive(text: str) -> int:

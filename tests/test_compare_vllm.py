@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -160,6 +161,21 @@ def test_triton_is_needed(capsys, monkeypatch):
     monkeypatch.setattr(vllm_arguments, "find_spec", lambda _: None)
     told = ended(capsys, "--device", "cpu", "--backend", "torch")
     assert told == "error: vLLM's kernels need Triton, and it is not installed\n"
+
+
+def test_a_vllm_without_a_version(monkeypatch):
+    there = SimpleNamespace(__name__="there", **dict.fromkeys(vllm_forms.FUNCTIONS))
+    monkeypatch.setattr(compare_vllm, "_module", lambda _: there)
+
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with (
+        pytest.raises(vllm_arguments.CannotBegin, match="vLLM is taken, but it tells no version: "),
+        compare_vllm.their_functions(None),
+    ):
+        pass
 
 
 def test_an_unknown_backend(capsys):

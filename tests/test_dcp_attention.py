@@ -204,3 +204,10 @@ def test_wrong_options_are_refused(option, value, told, example, capsys):
     with pytest.raises(SystemExit):
         example.parse([option, value])
     assert f"argument {option}: {told}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_RANK"])
+def test_numbers_of_the_launcher_are_checked(name, example, monkeypatch):
+    monkeypatch.setenv(name, "two")
+    with pytest.raises(SystemExit, match=f"^{name} must be an integer, as torchrun sets it, got"):
+        example.parse([]) if name == "WORLD_SIZE" else example.place_on_host()
