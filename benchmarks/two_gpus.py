@@ -10,8 +10,8 @@
    `dcp-attention-two-gpus-interleave-N.json`.
 
 Exits with 1 if anything failed. Suites of several backends may run at once (`--at-once`); at full
-scale each takes up to 60 GB of the card, and a case that finds no memory is skipped with that
-reason.
+scale each takes up to 115 GiB of the card for a while. A case that finds no memory waits up to a
+minute for what others hold, and then is skipped with that reason.
 """
 
 from __future__ import annotations

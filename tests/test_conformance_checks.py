@@ -237,6 +237,9 @@ def test_both_operations_and_all_modes_are_swept():
 # --- memory -------------------------------------------------------------------------------------
 
 
+CARD = torch.device("cuda", 0)
+
+
 class Memory:
     """A device whose memory another process gives back after some attempts."""
 
@@ -255,10 +258,24 @@ class Memory:
 def test_memory_that_others_hold_is_waited_for(monkeypatch):
     monkeypatch.setattr(scale_jobs, "_shared", lambda _: True)
     monkeypatch.setattr(scale_jobs.time, "sleep", lambda _: None)
-    assert len(scale_jobs._or_not_taken(Memory(3), torch.device("cuda", 0))) == 1
-    monkeypatch.setattr(scale_jobs, "PATIENCE", 0.0)
+    monkeypatch.setattr(scale_jobs, "_in_vain", set())
+    assert len(scale_jobs._or_not_taken(Memory(3), CARD)) == 1
+    monkeypatch.setattr(scale_jobs, "PATIENCE", -1.0)
     with pytest.raises(NotTaken):
-        scale_jobs._or_not_taken(Memory(10**9), torch.device("cuda", 0))
+        scale_jobs._or_not_taken(Memory(10**9), CARD)
+    monkeypatch.setattr(scale_jobs, "PATIENCE", 60.0)
+    again = Memory(10**9)
+    with pytest.raises(NotTaken):  # at once: it was waited for in vain
+        scale_jobs._or_not_taken(again, CARD)
+    assert again.refusals == 10**9 - 1
+
+
+def test_a_fault_that_shows_late_is_no_lack_of_memory():
+    def allocate():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        scale_jobs._or_not_taken(allocate, CARD)
 
 
 def test_memory_that_nobody_else_holds_is_not_waited_for():

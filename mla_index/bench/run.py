@@ -158,6 +158,7 @@ def run(plan: Plan, progress: Progress | None = None) -> dict[str, Any]:
 
 
 def _measure(state: Run, shapes: Sequence[Shape]) -> None:
+    """The host first, then every shape until it is late, then what is measured once a process."""
     plan = state.plan
     _on_host(state)
     for number, shape in enumerate(shapes):

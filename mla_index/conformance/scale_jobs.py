@@ -20,14 +20,15 @@ from mla_index.conformance.generate import random_problem
 from mla_index.conformance.layouts import Placed
 from mla_index.conformance.oracle import Problem
 from mla_index.conformance.target import Failure, Job, NotTaken, Target
-from mla_index.simulation.memory import is_exhausted
 from mla_index.specs import SafeLengthsSpec
 
 FAR = 2**31 - 8
 """Elements from one row to the next; the third row begins beyond 2**32."""
 
 PATIENCE = 60.0
-"""Seconds to wait for memory that other processes hold."""
+"""Seconds to wait for memory that other processes hold ..."""
+_in_vain: set[torch.device] = set()
+"""... but not again on a device whose memory nobody gave back: a server may stay there."""
 
 _MODES = {"plain": Run(), "compact": Run(compact=True, counts=True)}
 
@@ -175,14 +176,17 @@ def _or_not_taken(allocate: Callable[[], Tensor], device: torch.device) -> Tenso
 
     What other processes hold of the device, like another backend's suite, is waited for.
     """
-    until = time.monotonic() + PATIENCE
+    # A kernel's fault of before, which shows late, is no lack of memory.
+    lacks: tuple[type[Exception], ...] = (torch.OutOfMemoryError, MemoryError)
+    if device.type != "cuda":  # elsewhere nothing finer is raised
+        lacks = (RuntimeError, MemoryError)
+    until = time.monotonic() + (0 if device in _in_vain else PATIENCE)
     while True:
         try:
             return allocate()
-        except (RuntimeError, MemoryError) as error:
-            if not is_exhausted(error):
-                raise
-            if time.monotonic() > until or not _shared(device):
+        except lacks as error:
+            if time.monotonic() >= until or not _shared(device):
+                _in_vain.add(device)
                 # What follows in CUDA's message is every process that holds some of it.
                 reason = str(error).splitlines()[0].partition(" GPU ")[0]
                 raise NotTaken(f"no memory for it: {reason}") from None
