@@ -158,9 +158,9 @@ def test_int32_needs_no_64_bit_arithmetic_for_an_entry() -> None:
 
 
 def test_compaction_never_moves_entries_between_threads() -> None:
-    """Shared memory holds the sums of the scan only: far less than a word an entry."""
+    """Shared memory holds what the scan adds up, a byte an entry at most: no word of an entry."""
     for variant in variants.remap_variants(RemapSpec(64, 2048, compact=True, counts=True)):
-        assert compiled(variant, HOPPER).metadata.shared <= 256
+        assert compiled(variant, HOPPER).metadata.shared <= 512  # the narrowest tile's entries
 
 
 SPECS = {

@@ -63,7 +63,7 @@ SWEEP = """
     for size, step in enumerate((-3, -2, -1)):  # as if two rows were more
         variants.steps = lambda spec: (usual(spec)[step:] or usual(spec))[:1]
         for want in wants:
-            for width in (1024, 2048, 2176, 4000, 4224, 4500, 6144):
+            for width in (1024, 2048, 2176, 4000, 4224, 4500, 6144, 8200, 12288):
                 compare(2, width, 1, torch.int64, block_size=32 + size, **want)
             compare(2, 4200, 2, torch.int32, block_size=32 + size, **want)
     for want in wants:

@@ -14,8 +14,8 @@
 // of a row is its warps' segments; a wider row walks its tiles with a running count.
 //
 // Numbers are exact or the entry is invalid. Tokens are compared as unsigned numbers, which makes
-// a negative one too large; a row that is out ends at token 0. Products are compared before they
-// are formed, so whatever wraps belongs to an invalid entry.
+// a negative one too large; a row that is out ends at token 0. What goes into a product is compared
+// too, so whatever wraps belongs to an invalid entry.
 
 typedef int int32;
 typedef unsigned int uint32;

@@ -110,7 +110,7 @@ def _registers(shape: Layout) -> int:
     slower with more rows in flight than 56 registers allow.
     """
     if shape.warp_rows:
-        return 48
+        return 48 if shape.items == 8 else 40
     return 56 if shape.parted and shape.items == 4 else 40
 
 

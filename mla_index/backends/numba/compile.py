@@ -36,10 +36,10 @@ class Block(NamedTuple):
     resident: int
 
 
-FEW_ROWS = {1: Block(1, 32, 2), 8192: Block(2, 32, 1), 16384: Block(4, 16, 2)}
-"""By the smallest width class that is dealt so: as few groups as leave the row in one tile, since
-a card with multiprocessors to spare waits for the longest row. Measured on an H200, as are those
-below."""
+FEW_ROWS = {1: Block(1, 32, 2), 2048: Block(2, 32, 1), 16384: Block(4, 16, 2)}
+"""By the smallest width class that is dealt so: few groups, and the row in one tile, since a card
+with multiprocessors to spare waits for the longest row; with a second group half as many warps add
+up their counts. Measured on an H200, as are those below."""
 
 MANY_ROWS = {1: Block(1, 32, 2), 256: Block(2, 32, 1), 512: Block(4, 16, 2)}
 """The same where rows wait for multiprocessors: a lane's other work is shared by more columns."""

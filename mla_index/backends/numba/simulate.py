@@ -22,7 +22,8 @@ from mla_index.specs import RemapSpec, SafeLengthsSpec
 
 BLOCKS = {1: Block(1, 4, 1), 64: Block(2, 4, 1), 128: Block(4, 4, 1)}
 """Every number of groups that the card knows, by width class. Each warp is one thread here; rows
-longer than a tile of four are walked, as on the card."""
+longer than a tile of four are walked, as on the card. Fewer than four would not carry a begun group
+from one tile to the next, since each has one lane."""
 
 _one_at_a_time = threading.Lock()
 

@@ -164,6 +164,14 @@ def _gathered(
 
 
 @triton.jit
+def _sum_of_fields(numbers, BITS: tl.constexpr):
+    """The sum of the four fields of so many bits that a number consists of."""
+    LAST: tl.constexpr = (1 << BITS) - 1
+    low = (numbers & LAST) + ((numbers >> BITS) & LAST)
+    return low + ((numbers >> (2 * BITS)) & LAST) + ((numbers >> (3 * BITS)) & LAST)
+
+
+@triton.jit
 def _ranks(valid, TILE: tl.constexpr):
     """How many entries of the tile are valid before each of its entries, and in all.
 
@@ -176,16 +184,27 @@ def _ranks(valid, TILE: tl.constexpr):
         total = tl.sum(flags, 0)
     else:
         WORDS: tl.constexpr = TILE // 512
-        byte = tl.arange(0, 4) * 8
+        byte = tl.arange(0, 4)[None, :, None] * 8
         valid = tl.reshape(valid, [WORDS, 4, 128])
-        packed = tl.sum(tl.where(valid, 1 << byte[None, :, None], 0), 1)
-        within = tl.cumsum(packed, 1) - packed
-        sums = tl.sum(packed, 1)
-        sums = tl.reshape((sums[:, None] >> byte[None, :]) & 255, [WORDS * 4])
-        before = tl.reshape(tl.cumsum(sums, 0) - sums, [WORDS, 4, 1])
-        within = (within[:, None, :] >> byte[None, :, None]) & 255
-        ranks = tl.reshape(within + before, [TILE])
-        total = tl.sum(sums, 0)
+        packed = tl.sum(tl.where(valid, 1 << byte, 0), 1)
+        upto = tl.cumsum(packed, 1)
+        within = (upto - packed)[:, None, :] >> byte
+        # What precedes a row of 128 are fields of sums: a scan over them would be cheap but for the
+        # barriers around it.
+        if WORDS == 1:
+            sums = tl.reshape(tl.gather(upto, tl.full([1, 1], 127, tl.int32), 1), [1])
+        else:
+            sums = tl.sum(packed, 1)
+        full = _sum_of_fields(sums, 8)
+        before = _sum_of_fields(sums[:, None, None] & ((1 << byte) - 1), 8)
+        if WORDS > 4:
+            before += (tl.cumsum(full, 0) - full)[:, None, None]
+        elif WORDS > 1:
+            field = tl.arange(0, WORDS).to(tl.int64) * 16
+            earlier = tl.sum(full.to(tl.int64) << field, 0) & ((1 << field) - 1)
+            before += _sum_of_fields(earlier, 16).to(tl.int32)[:, None, None]
+        ranks = tl.reshape((within & 255) + before, [TILE])
+        total = tl.sum(full, 0)
     return ranks, total
 
 

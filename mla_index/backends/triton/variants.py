@@ -89,10 +89,13 @@ COMPACT = {
     1024: (_tile(1024, 1024, 4), _walk(ANY, 512, 2)),
     2048: (_tile(256, 2048, 4), _walk(1024, 1024, 4), _walk(ANY, 512, 2)),
     4096: (
-        _split(32, 1024, 4), _walk(256, 2048, 4), _walk(1024, 1024, 4), _walk(ANY, 512, 2),
+        Step(32, Shape("split", 1024, 1024, 4), Shape("split", 2048, 0, 4)),
+        _walk(256, 2048, 4), _walk(1024, 1024, 4), _walk(ANY, 512, 2),
     ),
-    8192: (_split(64, 1024, 4), _walk(256, 2048, 4), _walk(ANY, 1024, 4)),
-    16384: (_split(64, 4096, 4), _walk(512, 2048, 4), _walk(ANY, 1024, 4)),
+    8192: (_split(32, 2048, 4), _walk(256, 2048, 4), _walk(ANY, 1024, 4)),
+    16384: (
+        _split(16, 2048, 4), _split(64, 4096, 4), _walk(512, 2048, 4), _walk(ANY, 1024, 4),
+    ),
     32768: (_walk(512, 2048, 4), _walk(ANY, 1024, 4)),
 }  # fmt: skip
 """Compacted. Narrower rows are one tile; wider ones are cut as those of 32768."""
