@@ -85,18 +85,28 @@ def test_the_words_of_the_tables_are_explained():
     assert "ask:" not in shown(record(at("torch", 1.0)))
 
 
-def test_noise_is_warned_of():
-    wide, narrow = {"low": 8.0, "high": 11.0}, {"low": 9.9, "high": 10.1}
-    few = [at("x", 10.0, **wide), *[at("y", 10.0, **narrow)] * 3]
-    assert "warning" not in shown(record(*few))
-    many = [*few, at("x", 10.0, "host_us", **wide)]
-    assert "warning: 2 of 5 times on the host or the CPU have quartiles more than 25% " in shown(
-        record(*many)
-    )
-    assert "warning" not in shown(record(*[at("x", 10.0, "gpu_us", **wide)] * 2))
+WIDE, NARROW = {"low": 8.0, "high": 11.0}, {"low": 9.9, "high": 10.1}
+FEW = [at("x", 10.0, **WIDE), *[at("y", 10.0, **NARROW)] * 3]
+
+
+def test_noise_on_the_host_is_warned_of():
+    disturbed = "warning: 2 of 5 times on the host or the CPU have quartiles more than 25% "
+    assert disturbed in shown(record(*FEW, at("x", 10.0, "host_us", **WIDE)))
+    assert "on the host or the CPU" not in shown(record(*FEW))
+    assert "on the host or the CPU" not in shown(record(*[at("x", 10.0, "gpu_us", **WIDE)] * 2))
     busy = {"average": 4.5, "threads": 4}
-    assert "warning: the load was 4.5 on 4 threads" in shown(record(*few, load=busy))
-    assert "warning" not in shown(record(*few, load=busy | {"average": 4.0}))
+    assert "warning: the load was 4.5 on 4 threads" in shown(record(*FEW, load=busy))
+    assert "the load" not in shown(record(*FEW, load=busy | {"average": 4.0}))
+
+
+def test_an_unsteady_time_is_marked_and_answers_no_target():
+    told = shown(record(*FEW))
+    assert "~10.0" in told
+    assert "~: the quartiles are more than 25% of the median apart" in told
+    assert "25% of the median apart answer no target: 1 of 4, of remap" in told
+    steady = shown(record(*FEW[1:]))
+    assert "~" not in steady
+    assert "warning" not in steady
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):

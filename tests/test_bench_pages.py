@@ -67,6 +67,23 @@ def test_the_worst_ratio_to_the_copy_counts():
     assert found.ask_met is False
 
 
+def test_unsteady_times_are_not_compared():
+    rows = [
+        gpu("copy", "torch", 2048, 10.0, low=9.9, high=10.1),
+        gpu("copy", "torch", 4096, 20.0),
+        gpu("remap", "triton", 2048, 11.0, low=9.0, high=11.5),
+        gpu("remap", "triton", 4096, 80.0, low=20.0, high=90.0),
+    ]
+    found = answer("Triton, remap without counts, T ≥ 2048, K = 2048", record(*rows))
+    assert found.reached == (pytest.approx(1.1), "triton remap at T = 2048, K = 2048")
+    rows[0] = gpu("copy", "torch", 2048, 10.0, low=8.0, high=18.0)
+    found = answer("Triton, remap without counts, T ≥ 2048, K = 2048", record(*rows))
+    assert found.reached is None
+    text = pages.times(record(*rows))
+    assert "| remap, triton | 11.0 | ~80.0 |" in text
+    assert "answer no target: 2 of 4, of copy, remap." in text
+
+
 def test_ratios_are_taken_within_one_record():
     one, other = record(gpu("copy", "torch", 2048, 1.0)), record(gpu("remap", "triton", 2048, 9.0))
     name = "Triton, remap without counts, T ≥ 2048, K = 2048"

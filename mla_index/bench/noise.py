@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mla_index.bench.record import Row, rows_of
 
-HOST_METRICS = ("host_us", "cpu_us")
+DISTURBED = ("host_us", "cpu_us")
 """What another programme on the machine disturbs."""
 WIDE = 0.25
 """Quartiles that lie further apart than this share of the median tell little."""
+LEGEND = f"~: the quartiles are more than {WIDE:.0%} of the median apart"
 MOST_WIDE = 0.25
 """Share of the times of which that may be so: a few are, on any machine."""
+COMPARED = ("gpu_us", "cpu_us")
+"""What targets compare shape by shape. One wide time among thousands is no news of the code, but it
+is likely to be the worst, or to be what another is compared with: it answers nothing."""
 
 
 def load() -> dict[str, float] | None:
@@ -25,12 +29,20 @@ def load() -> dict[str, float] | None:
 
 def warnings(record: Mapping[str, Any]) -> Iterator[str]:
     """Why the times on the host or the CPU are noise, a line for each sign of it."""
-    times = [row for row in rows_of(record) if row.metric in HOST_METRICS]
+    times = [row for row in rows_of(record) if row.metric in DISTURBED]
     wide = sum(map(is_wide, times))
     if times and wide > MOST_WIDE * len(times):
         yield (
             f"{wide} of {len(times)} times on the host or the CPU have quartiles more than "
             f"{WIDE:.0%} of the median apart: such differences are noise"
+        )
+    compared = [row for row in rows_of(record) if row.metric in COMPARED]
+    unsteady = list(filter(is_wide, compared))
+    if unsteady:
+        whose = ", ".join(dict.fromkeys(row.operation for row in unsteady))
+        yield (
+            f"times with quartiles more than {WIDE:.0%} of the median apart answer no target: "
+            f"{len(unsteady)} of {len(compared)}, of {whose}"
         )
     found = record.get("load")
     if times and found and found["average"] > found["threads"]:
@@ -40,8 +52,13 @@ def warnings(record: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+def steady(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows without the times that can answer no target."""
+    return (row for row in rows if not (row.metric in COMPARED and is_wide(row)))
+
+
 def is_wide(row: Row) -> bool:
-    """Whether the quartiles lie too far apart for the median to tell much."""
-    if row.low is None or row.high is None:
+    """Whether it is a time whose quartiles lie too far apart for the median to tell much."""
+    if not row.metric.endswith("_us") or row.low is None or row.high is None:
         return False
     return row.high - row.low > WIDE * row.value

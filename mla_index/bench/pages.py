@@ -155,7 +155,7 @@ def _host_beside(comparison: Record) -> Iterator[str]:
 
 def _beside(comparison: Record) -> Iterator[str]:
     """How often Triton is slower than vLLM, and how much at worst."""
-    table = Table(rows_of(comparison))
+    table = Table(noise.steady(rows_of(comparison)))
     found = vllm_tally(table, "triton")
     if found is not None:
         yield (
@@ -192,8 +192,9 @@ def beside_vllm(record: Record | None) -> str:
 
 
 def _noise(record: Record) -> list[str]:
-    told = [f"Beware: {warning}." for warning in noise.warnings(record)]
-    return ["", *told] if told else []
+    told = [f"{noise.LEGEND}."] if any(map(noise.is_wide, rows_of(record))) else []
+    told += [f"Beware: {warning}." for warning in noise.warnings(record)]
+    return [line for text in told for line in ("", text)]
 
 
 def times(record: Record | None) -> str:
@@ -227,10 +228,10 @@ def _timed(table: Table) -> list[Row]:
 
 def _time_lines(rows: Sequence[Row], counts: Sequence[int]) -> Iterator[list[str]]:
     for who in dict.fromkeys((row.operation, row.dcp, row.provider) for row in rows):
-        own = {r.rows: r.value for r in rows if (r.operation, r.dcp, r.provider) == who}
+        own = {r.rows: r for r in rows if (r.operation, r.dcp, r.provider) == who}
         operation, ranks, provider = who
         title = f"{operation}, {ranks} ranks" if ranks > 1 else operation
-        yield [f"{title}, {provider}", *(_number(own.get(count)) for count in counts)]
+        yield [f"{title}, {provider}", *(_time(own.get(count)) for count in counts)]
 
 
 def _host_lines(table: Table) -> list[str]:
@@ -245,14 +246,11 @@ def _host_lines(table: Table) -> list[str]:
         operation, ranks, topk = what
         title = f"{operation}, {ranks} ranks" if ranks > 1 else operation
         title += f", K = {topk}" if several and topk else ""
-        lines.append([title, *(_host_number(own.get(provider)) for provider in providers)])
-    told = ["", *_table(["µs on the host", *providers], lines)]
-    if any(map(noise.is_wide, rows)):
-        told += ["", f"~: the quartiles are more than {noise.WIDE:.0%} of the median apart."]
-    return told
+        lines.append([title, *(_time(own.get(provider)) for provider in providers)])
+    return ["", *_table(["µs on the host", *providers], lines)]
 
 
-def _host_number(row: Row | None) -> str:
+def _time(row: Row | None) -> str:
     return "–" if row is None else "~" * noise.is_wide(row) + _number(row.value)
 
 

@@ -202,6 +202,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     if timed:
         console.print(Text(_legend(bool(reached))))
         console.print()
+    if any(map(noise.is_wide, table.rows)):
+        console.print(Text(noise.LEGEND))
     for warning in noise.warnings(found):
         console.print(Text(f"warning: {warning}", style="yellow"))
     _say(console, "left out", found["left_out"], "yellow")
@@ -252,9 +254,9 @@ def _times(rows: Sequence[Row], console: Console) -> list[Table]:
 def _times_at(counts: Sequence[int], rows: Sequence[Row]) -> Table:
     table = _table("", "T =", *map(str, counts))
     for who in dict.fromkeys((row.operation, row.dcp, row.provider) for row in rows):
-        own = {r.rows: r.value for r in rows if (r.operation, r.dcp, r.provider) == who}
+        own = {r.rows: r for r in rows if (r.operation, r.dcp, r.provider) == who}
         name = who[0] if who[0] == COPY else f"{_operation(*who[:2])}, {who[2]}"
-        table.add_row(name, *(_number(own.get(count)) for count in counts))
+        table.add_row(name, *(_cell(own.get(count)) for count in counts))
     return table
 
 
@@ -264,8 +266,8 @@ def _calls(rows: Sequence[Row]) -> Table:
     words = {"host_us": "µs on the host", "kernels": "kernels", "peak_bytes": "memory, bytes"}
     table = _table("a call, outputs given", "", *(words[metric] for metric in metrics))
     for who in dict.fromkeys((row.operation, row.dcp, row.provider) for row in rows):
-        own = {r.metric: r.value for r in rows if (r.operation, r.dcp, r.provider) == who}
-        cells = (_number(own.get(metric), whole=metric != "host_us") for metric in metrics)
+        own = {r.metric: r for r in rows if (r.operation, r.dcp, r.provider) == who}
+        cells = (_cell(own.get(metric)) for metric in metrics)
         table.add_row(f"{_operation(*who[:2])}, {who[2]}", *cells)
     return table
 
@@ -306,7 +308,8 @@ def _operation(name: str, ranks: int) -> str:
     return f"{name}, {ranks} ranks" if ranks > 1 else name
 
 
-def _number(value: float | None, *, whole: bool = False) -> str:
-    if value is None:
+def _cell(row: Row | None) -> str:
+    if row is None:
         return "–"
-    return f"{value:,.0f}" if whole or value >= 100 else f"{value:.1f}"
+    whole = not row.metric.endswith("_us") or row.value >= 100
+    return "~" * noise.is_wide(row) + (f"{row.value:,.0f}" if whole else f"{row.value:.1f}")
