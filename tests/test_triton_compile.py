@@ -125,6 +125,14 @@ def test_remap_compiles(index: int) -> None:
     assert kernel.asm[{"cuda": "cubin", "hip": "hsaco"}[row["target"].backend]]
 
 
+@pytest.mark.parametrize("topk", variants.COMPACT)
+def test_every_shape_compiles_for_amd(topk: int) -> None:
+    """Of each width class; the covering set takes but a few of a configuration's kernels there."""
+    target = GPUTarget("hip", "gfx942", 64)
+    for variant in variants.remap_variants(RemapSpec(64, topk, compact=True, counts=True)):
+        assert compiled(variant, target).asm["hsaco"]
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: str(target.arch))
 @pytest.mark.parametrize("counts", [INT32, INT64], ids=["int32", "int64"])
 def test_safe_lengths_compiles(target: Any, counts: torch.dtype) -> None:
@@ -158,14 +166,15 @@ def test_int32_needs_no_64_bit_arithmetic_for_an_entry() -> None:
 
 
 def test_compaction_never_moves_entries_between_threads() -> None:
-    """Shared memory holds what the scan adds up, a byte an entry at most: no word of an entry."""
+    """Shared memory holds the sums of a scan, 128 words at most, and no word of each entry."""
     for variant in variants.remap_variants(RemapSpec(64, 2048, compact=True, counts=True)):
-        assert compiled(variant, HOPPER).metadata.shared <= 512  # the narrowest tile's entries
+        assert compiled(variant, HOPPER).metadata.shared <= 512
 
 
 SPECS = {
     "slots": RemapSpec(64, 2048),
     "counts": RemapSpec(64, 2048, compact=True, counts=True),
+    "wide": RemapSpec(64, 16384, dcp_size=8, dcp_interleave=64, compact=True, safe_lengths=True),
     "everything": RemapSpec(
         48, 16384, INT64, INT64, INT64, 3, 5, compact=True, safe_lengths=True,
         request_rows=True, token_limits=True, workspace=True,

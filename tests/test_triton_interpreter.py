@@ -18,7 +18,7 @@ from conftest import needed
 needed("triton")
 
 SWEEP = """
-    import itertools, json
+    import json
     import torch
     import mla_index
     from mla_index.backends.triton import launch, variants
@@ -36,39 +36,49 @@ SWEEP = """
     wrong = []
     generator = torch.Generator().manual_seed(0)
 
-    def compare(rows, width, column_stride, dtype, **wants):
-        tokens = torch.randint(
-            -40, 400, (rows, width * column_stride), generator=generator, dtype=dtype
-        )[:, ::column_stride]
-        table = torch.randint(-1, 50, (3, 6), generator=generator, dtype=torch.int32)
-        request = torch.randint(-1, 4, (rows,), generator=generator, dtype=torch.int64)
-        tokens[rows // 2] = -1
+    def random(low, high, *shape, dtype=torch.int32):
+        return torch.randint(low, high, shape, generator=generator, dtype=dtype)
+
+    def compare(width, column_stride, dtype, block_size=64, **wants):
+        tokens = random(-40, 400, 3, width * column_stride, dtype=dtype)[:, ::column_stride]
+        table, request = random(-1, 50, 3, 6), random(-1, 4, 3, dtype=torch.int64)
+        tokens[1] = -1  # no entry is valid, and in the last row every one
+        tokens[2] = random(0, 6 * block_size, width, dtype=dtype)
+        request[2], table[2] = 2, random(0, 50, 6)
         results = [
-            mla_index.remap(request, table, tokens, backend=backend, **{"block_size": 64, **wants})
+            mla_index.remap(
+                request, table, tokens, backend=backend, block_size=block_size, **wants
+            )
             for backend in ("triton", "torch")
         ]
         for name, ours, theirs in zip(mla_index.Remapped._fields, *results):
             if theirs is not None and not torch.equal(ours, theirs):
-                wrong.append([rows, width, column_stride, str(dtype), str(wants), name])
+                wrong.append([width, column_stride, str(dtype), block_size, str(wants), name])
 
     wants = ({}, {"counts": True}, {"compact": True}, {"compact": True, "safe_lengths": True})
     for want in wants:
-        for width in (1, 31, 64, 512, 1024, 2048, 2051, 2176, 4096):
-            compare(2, width, 1, torch.int32, **want)
+        for width in (1, 31, 64, 512, 1024, 2048, 2051, 2176, 4096, 4224, 6200):
+            compare(width, 1, torch.int32, **want)
         for width in (5, 512, 4112):
-            compare(3, width, 2, torch.int64, **want)
-        for width in (4224, 6144, 6200):
-            compare(2, width, 1, torch.int32, **want)
-    usual = variants.steps
-    for size, step in enumerate((-3, -2, -1)):  # as if two rows were more
-        variants.steps = lambda spec: (usual(spec)[step:] or usual(spec))[:1]
-        for want in wants:
-            for width in (1024, 2048, 2176, 4000, 4224, 4500, 6144, 8200, 12288):
-                compare(2, width, 1, torch.int64, block_size=32 + size, **want)
-            compare(2, 4200, 2, torch.int32, block_size=32 + size, **want)
-    for want in wants:
-        compare(2, 16400, 1, torch.int32, block_size=32, **want)
-    print(json.dumps({"wrong": wrong, "seen": seen}))
+            compare(width, 2, torch.int64, **want)
+
+    # Every step of every table, as if these rows were so many: the widest row of the class, one
+    # that leaves over a tail, one that leaves over more.
+    usual, tables = variants.steps, []
+    for table, dtype, want in (
+        (variants.PLAIN, torch.int32, {}),
+        (variants.COMPACT, torch.int32, {"compact": True, "counts": True}),
+        (variants.COMPACT_WIDE, torch.int64, {"compact": True, "safe_lengths": True}),
+    ):
+        for topk, steps in table.items():
+            for number, step in enumerate(steps):
+                variants.steps = lambda spec: (step,)
+                for width in (topk, topk // 2 + 128, topk // 2 + 129):
+                    compare(width, 1, dtype, block_size=32 + number, **want)
+                shapes = filter(None, (step.general, step.even))
+                tables += [[s.plan, s.tile, s.tail, True, bool(want)] for s in shapes]
+    variants.steps = usual
+    print(json.dumps({"wrong": wrong, "seen": seen, "tables": tables}))
 """
 
 
@@ -94,8 +104,14 @@ def test_every_plan_gives_the_bits_of_torch(sweep: dict[str, list[list[object]]]
     assert sweep["wrong"] == []
 
 
+def test_every_shape_of_the_tables_was_taken(sweep: dict[str, list[list[object]]]) -> None:
+    tables = {tuple(shape) for shape in sweep["tables"]}
+    assert {plan for plan, *_ in tables} == {"tile", "walk", "split"}
+    assert tables <= {tuple(shape) for shape in sweep["seen"]}
+
+
 def test_every_plan_was_taken(sweep: dict[str, list[list[object]]]) -> None:
-    """Masked and not, dense and not, compacting and not, as far as a plan has them."""
+    """By rows of any strides, which the last step's general shape serves, as well."""
     taken = {
         (plan, "masked" if tail == tile else "whole", bool(dense), bool(compact))
         for plan, tile, tail, dense, compact in sweep["seen"]
@@ -107,4 +123,5 @@ def test_every_plan_was_taken(sweep: dict[str, list[list[object]]]) -> None:
         for compact in (False, True)
     }
     whole = {(plan, "whole", True, True) for plan in ("tile", "walk", "split")}
-    assert taken == masked | whole | {("tile", "whole", True, False)}
+    never = {("split", "masked", False, True)}  # compacted, the last step walks, or is one tile
+    assert taken == (masked - never) | whole | {("tile", "whole", True, False)}
