@@ -103,7 +103,7 @@ def test_an_unsteady_time_is_marked_and_answers_no_target():
     told = shown(record(*FEW))
     assert "~10.0" in told
     assert "~: the quartiles are more than 25% of the median apart" in told
-    assert "25% of the median apart answer no target: 1 of 4, of remap" in told
+    assert "warning: too unsteady (~) to answer a target: 1 of 4 times, of remap" in told
     steady = shown(record(*FEW[1:]))
     assert "~" not in steady
     assert "warning" not in steady

@@ -78,10 +78,15 @@ def test_unsteady_times_are_not_compared():
     assert found.reached == (pytest.approx(1.1), "triton remap at T = 2048, K = 2048")
     rows[0] = gpu("copy", "torch", 2048, 10.0, low=8.0, high=18.0)
     found = answer("Triton, remap without counts, T ≥ 2048, K = 2048", record(*rows))
-    assert found.reached is None
+    assert (found.reached, found.unsteady) == (None, 2)
     text = pages.times(record(*rows))
     assert "| remap, triton | 11.0 | ~80.0 |" in text
-    assert "answer no target: 2 of 4, of copy, remap." in text
+    assert "~: the quartiles are more than 25% of the median apart." in text
+    text = pages.asked([record(*rows)])
+    assert "≤ 1.08 | not steady |" in text
+    assert (
+        "- `bench-test.json`: too unsteady (~) to answer a target: 2 of 4 times, of copy, " in text
+    )
 
 
 def test_ratios_are_taken_within_one_record():

@@ -1,6 +1,7 @@
 """A run of the benchmark: what it covers, leaves out, and does with what is wrong."""
 
 import contextlib
+import subprocess
 from bisect import bisect_left
 from collections import Counter
 from pathlib import Path
@@ -398,8 +399,19 @@ def test_a_shape_is_timed_by_graphs(monkeypatch):
 # --- what is measured once a process -------------------------------------------------------------
 
 
-def test_the_import_brings_no_kernel_package_along():
+def test_the_import_brings_no_kernel_package_along_and_is_from_bytecode(monkeypatch):
+    def run(command, **options):
+        folder = Path(command[-1])
+        compiled.append({path.stem.partition(".")[0] for path in folder.rglob("mla_index/*.pyc")})
+        return real(command, **options)
+
+    real, compiled = subprocess.run, []
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(importing.subprocess, "run", run)
     rows = {row.metric: row for row in importing.cost(processes=1)}
+    before, measured = compiled
+    assert before == set()
+    assert {"__init__", "operations", "specs"} <= measured
     assert rows["imported_kernel_packages"].value == 0, rows["imported_kernel_packages"].note
     assert rows["import_ms"].value > 0
 

@@ -65,6 +65,8 @@ class Answer:
     reached: Point | None
     stretch_reached: Point | None
     points: int
+    unsteady: int
+    """Values that are left out, since one of their times is unsteady."""
 
     @property
     def ask_met(self) -> bool | None:
@@ -80,17 +82,19 @@ class Answer:
 def answers(*records: Mapping[str, Any]) -> list[Answer]:
     """The targets, answered from the rows of all records.
 
-    Ratios are taken within one record alone, as figures of two runs do not compare; of its times,
-    the steady ones count.
+    Ratios are taken within one record alone, as figures of two runs do not compare. Times on the
+    device and on the CPU that are unsteady are left out; those on the host are taken as they are.
     """
-    tables = [Table(steady(rows_of(record))) for record in records]
+    everything = [Table(rows_of(record)) for record in records]
+    tables = [Table(steady(table.rows)) for table in everything]
     found = []
     for target in TARGETS:
-        points = [point for table in tables for point in target.measure(table)]
+        points = _points(target.measure, tables)
         stretched = points
         if target.stretch_measure is not None:
-            stretched = [point for table in tables for point in target.stretch_measure(table)]
-        found.append(Answer(target, _largest(points), _largest(stretched), len(points)))
+            stretched = _points(target.stretch_measure, tables)
+        left_out = len(_points(target.measure, everything)) - len(points)
+        found.append(Answer(target, _largest(points), _largest(stretched), len(points), left_out))
     return found
 
 
@@ -141,6 +145,8 @@ class VllmTally(NamedTuple):
     """Of the shapes at which both were timed on the device: how many, and who is slower where."""
 
     shapes: int
+    unsteady: int
+    """Of these, not to be compared."""
     slower: int
     """Of these, by more than the slack."""
     worst: Point
@@ -149,12 +155,14 @@ class VllmTally(NamedTuple):
 
 def vllm_tally(table: Table, provider: str) -> VllmTally | None:
     """How a provider does beside vLLM; None where no shape has both."""
-    pairs = list(_pairs(table, provider, vllm_in(table), "gpu_us"))
+    steadily = Table(steady(table.rows))
+    pairs = list(_pairs(steadily, provider, vllm_in(table), "gpu_us"))
     if not pairs:
         return None
+    shapes = sum(1 for _ in _pairs(table, provider, vllm_in(table), "gpu_us"))
     slower = sum(_over_slack(row.value, value) > 1 for row, value in pairs)
     row, value = max(pairs, key=lambda pair: pair[0].value / pair[1])
-    return VllmTally(len(pairs), slower, Point(row.value / value, _where(row)))
+    return VllmTally(shapes, shapes - len(pairs), slower, Point(row.value / value, _where(row)))
 
 
 def against_vllm(provider: str) -> Measure:
@@ -309,7 +317,7 @@ TARGETS: tuple[Target, ...] = (
         "kernels compiled after `warmup` by random calls",
         plainly("compiled_after_warmup"), 0, unit="kernels",
     ),
-    Target("import beside torch", plainly("import_ms"), 50, unit="ms"),
+    Target("import beside torch, from bytecode", plainly("import_ms"), 50, unit="ms"),
     Target(
         "kernel packages that the import brings along",
         plainly("imported_kernel_packages"), 0, unit="packages",
@@ -350,6 +358,10 @@ def _met(point: Point | None, bound: float | None) -> bool | None:
     if point is None or bound is None:
         return None
     return point.value <= bound
+
+
+def _points(measure: Measure, tables: Iterable[Table]) -> list[Point]:
+    return [point for table in tables for point in measure(table)]
 
 
 def _largest(points: Iterable[Point]) -> Point | None:

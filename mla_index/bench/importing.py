@@ -50,7 +50,7 @@ def cost(processes: int = PROCESSES) -> Iterator[Row]:
     found = summary(times[1:])
     yield Row(
         "import_ms", found.median, "import", "mla_index", low=found.low, high=found.high,
-        note=f"median of {processes} processes, from bytecode",
+        note=f"median of {processes} processes",
     )  # fmt: skip
     yield Row(
         "imported_kernel_packages", len(brought), "import", "mla_index",

@@ -16,8 +16,8 @@ LEGEND = f"~: the quartiles are more than {WIDE:.0%} of the median apart"
 MOST_WIDE = 0.25
 """Share of the times of which that may be so: a few are, on any machine."""
 COMPARED = ("gpu_us", "cpu_us")
-"""What targets compare shape by shape. One wide time among thousands is no news of the code, but it
-is likely to be the worst, or to be what another is compared with: it answers nothing."""
+"""What targets compare shape by shape. A wide time says little about the code, but is likely to be
+the worst, or what another is compared with: it answers no target."""
 
 
 def load() -> dict[str, float] | None:
@@ -36,14 +36,6 @@ def warnings(record: Mapping[str, Any]) -> Iterator[str]:
             f"{wide} of {len(times)} times on the host or the CPU have quartiles more than "
             f"{WIDE:.0%} of the median apart: such differences are noise"
         )
-    compared = [row for row in rows_of(record) if row.metric in COMPARED]
-    unsteady = list(filter(is_wide, compared))
-    if unsteady:
-        whose = ", ".join(dict.fromkeys(row.operation for row in unsteady))
-        yield (
-            f"times with quartiles more than {WIDE:.0%} of the median apart answer no target: "
-            f"{len(unsteady)} of {len(compared)}, of {whose}"
-        )
     found = record.get("load")
     if times and found and found["average"] > found["threads"]:
         yield (
@@ -57,8 +49,17 @@ def steady(rows: Iterable[Row]) -> Iterator[Row]:
     return (row for row in rows if not (row.metric in COMPARED and is_wide(row)))
 
 
+def unsteady(record: Mapping[str, Any]) -> str:
+    """Which times of a record answer no target, if any do not."""
+    compared = [row for row in rows_of(record) if row.metric in COMPARED]
+    wide = list(filter(is_wide, compared))
+    whose = ", ".join(dict.fromkeys(row.operation for row in wide))
+    told = f"too unsteady (~) to answer a target: {len(wide)} of {len(compared)} times, of {whose}"
+    return told if wide else ""
+
+
 def is_wide(row: Row) -> bool:
-    """Whether it is a time whose quartiles lie too far apart for the median to tell much."""
+    """Whether it is a time in µs whose quartiles lie too far apart for the median to tell much."""
     if not row.metric.endswith("_us") or row.low is None or row.high is None:
         return False
     return row.high - row.low > WIDE * row.value

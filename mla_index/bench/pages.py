@@ -103,7 +103,7 @@ def replace_section(text: str, marker: str, content: str) -> str:
 def summary(record: Record, comparison: Record | None = None) -> str:
     """Device time by T, with the copy of the same bytes, and the cost on the host."""
     table = Table(rows_of(record))
-    shown = [t for t in SHOWN_ROWS if _times(table, COPY, "torch", 1, TOPK).get(t) is not None]
+    shown = [t for t in SHOWN_ROWS if t in _times(table, COPY, "torch", 1, TOPK)]
     lines = [("copy of the same bytes", _times(table, COPY, "torch", 1, TOPK))]
     for operation, ranks, title in SUMMARY:
         for provider in SUMMARY_PROVIDERS:
@@ -114,9 +114,10 @@ def summary(record: Record, comparison: Record | None = None) -> str:
             lines.append((f"{title}, {vllm}", _times(theirs, operation, vllm, ranks, TOPK)))
     body = _table(
         ["µs on the device, T =", *map(str, shown)],
-        ([title, *(_number(of.get(t)) for t in shown)] for title, of in lines if of),
+        ([title, *(_time(of.get(t)) for t in shown)] for title, of in lines if of),
     )
-    told = [f"{_where(record)}; K = {TOPK}, {_valid(table)}; by graph replay, median."]
+    told = _legend(row for _, of in lines for row in of.values() if row.rows in shown)
+    told += [f"{_where(record)}; K = {TOPK}, {_valid(table)}; by graph replay, median."]
     if comparison is not None:
         told += [*_elsewhere(table, comparison), *_host_beside(comparison), *_beside(comparison)]
     return "\n".join([*body, "", *told])
@@ -130,7 +131,7 @@ def _elsewhere(table: Table, comparison: Record) -> Iterator[str]:
         here = _times(table, operation, "triton", ranks, TOPK)
         there = _times(theirs, operation, "triton", ranks, TOPK)
         shown = here.keys() & there.keys() & set(SHOWN_ROWS)
-        off += [abs(there[rows] / here[rows] - 1) for rows in shown]
+        off += [abs(there[rows].value / here[rows].value - 1) for rows in shown]
     if off:
         yield (
             f"The rows of {vllm_in(theirs)} are from the comparison, in whose process Triton's "
@@ -155,13 +156,14 @@ def _host_beside(comparison: Record) -> Iterator[str]:
 
 def _beside(comparison: Record) -> Iterator[str]:
     """How often Triton is slower than vLLM, and how much at worst."""
-    table = Table(noise.steady(rows_of(comparison)))
+    table = Table(rows_of(comparison))
     found = vllm_tally(table, "triton")
     if found is not None:
+        unsteady = f"{found.unsteady} are too unsteady to compare; " if found.unsteady else ""
         yield (
             f"Of {found.shapes} shapes timed beside {vllm_in(table)}, Triton is slower at "
             f"{found.slower} by more than the larger of {SLACK_SHARE * 100:.0f} % and "
-            f"{SLACK_US:g} µs; its worst time is {found.worst.value:.2f} × vLLM's "
+            f"{SLACK_US:g} µs; {unsteady}its worst time is {found.worst.value:.2f} × vLLM's "
             f"({found.worst.where})."
         )
 
@@ -179,7 +181,12 @@ def asked(found: Sequence[Record]) -> str:
     )
     timed = ((record["file"], _timed(Table(rows_of(record)))) for record in found)
     told = [f"- `{name}`: {wording.measured(rows)}" for name, rows in timed if rows]
-    return "\n".join([*body, "", "Shapes that were timed, by record:", "", *told])
+    noted = [
+        f"- `{record['file']}`: {text}." for record in found if (text := noise.unsteady(record))
+    ]
+    return "\n".join(
+        [*body, "", *noted, *([""] * bool(noted)), "Shapes that were timed, by record:", "", *told]
+    )
 
 
 def beside_vllm(record: Record | None) -> str:
@@ -187,14 +194,20 @@ def beside_vllm(record: Record | None) -> str:
     if record is None or "host_method" not in record:  # older records compare unlike calls
         return "Not measured yet."
     where = f"{_where(record)}. Record: `benchmarks/results/{record['file']}`."
-    method = f"Timed {record['host_method']}."
-    return "\n".join([where, method, *_host_lines(Table(rows_of(record))), *_noise(record)])
+    kernels = (f"{who} {sum(of.values())}" for who, of in record.get("compiled", {}).items())
+    method = f"Timed {record['host_method']}. Kernels compiled for it: {', '.join(kernels)}."
+    table = Table(rows_of(record))
+    lines = _host_lines(table)
+    return "\n".join([where, method, *lines, *_noise(record, table.find("host_us"))])
 
 
-def _noise(record: Record) -> list[str]:
-    told = [f"{noise.LEGEND}."] if any(map(noise.is_wide, rows_of(record))) else []
-    told += [f"Beware: {warning}." for warning in noise.warnings(record)]
+def _noise(record: Record, shown: Iterable[Row]) -> list[str]:
+    told = _legend(shown) + [f"Beware: {warning}." for warning in noise.warnings(record)]
     return [line for text in told for line in ("", text)]
+
+
+def _legend(shown: Iterable[Row]) -> list[str]:
+    return [f"{noise.LEGEND}."] if any(map(noise.is_wide, shown)) else []
 
 
 def times(record: Record | None) -> str:
@@ -212,7 +225,7 @@ def times(record: Record | None) -> str:
         heading = "µs on the device" if rows[0].metric == "gpu_us" else "µs on the CPU"
         parts += ["", f"**{workload}, K = {topk}**", ""]
         parts += _table([f"{heading}, T =", *map(str, counts)], _time_lines(rows, counts))
-    parts += [*_host_lines(table), *_noise(record)]
+    parts += [*_host_lines(table), *_noise(record, [*timed, *table.find("host_us")])]
     left_out = wording.left_out(record["left_out"], {row.rows for row in timed})
     if left_out:
         parts += ["", "Left out:", "", *(f"- {text}" for text in left_out)]
@@ -256,7 +269,7 @@ def _time(row: Row | None) -> str:
 
 def _answer(answer: Answer) -> list[str]:
     target, reached, stretched = answer.target, answer.reached, answer.stretch_reached
-    value = "not measured"
+    value = "not steady" if answer.unsteady else "not measured"
     if reached is not None:
         value = f"{_bound(reached.value)} {target.unit}"
         if target.stretch_measure is not None and stretched is not None:
@@ -283,11 +296,11 @@ def _bound(value: float) -> str:
     return f"{value:.0f}" if value == round(value) else f"{value:.3g}"
 
 
-def _times(table: Table, operation: str, provider: str, ranks: int, topk: int) -> dict[int, float]:
+def _times(table: Table, operation: str, provider: str, ranks: int, topk: int) -> dict[int, Row]:
     found = table.find(
         "gpu_us", operation=operation, provider=provider, dcp=ranks, topk=topk, workload="uniform"
     )
-    return {row.rows: row.value for row in found}
+    return {row.rows: row for row in found}
 
 
 def _number(value: float | None) -> str:

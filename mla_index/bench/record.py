@@ -30,7 +30,7 @@ METRICS = {
     "kernels": "kernels that a call launches, copies and fills included",
     "synchronises": "1 where a call makes torch wait for the device, else 0",
     "compiled_after_warmup": "kernels compiled by random calls after `warmup`",
-    "import_ms": "milliseconds of `import mla_index` in a process that has imported torch",
+    "import_ms": "milliseconds of `import mla_index` from bytecode, where torch is imported",
     "imported_kernel_packages": "kernel packages that this import brought along",
 }
 

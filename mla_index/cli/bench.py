@@ -118,7 +118,8 @@ def bench(
 
     Every result is compared with the torch backend's before it is timed. Time on a GPU is by replay
     of CUDA graphs over inputs that are walked in turn; time on the host by a loop that never waits.
-    Random data; medians of contenders measured in turn. Ctrl-C (or SIGTERM) ends it early: what was
+    Random data; medians of contenders measured in turn; ~ marks those whose quartiles are too far
+    apart to answer a target. Ctrl-C (or SIGTERM) ends it early: what was
     measured until then is shown and written all the same.
 
     **Examples**
@@ -196,7 +197,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     if facts:
         console.print(_calls(facts), "")
     timed = _timed(found)  # without, no verdict: it would be about the rest of a run
-    reached = [answer for answer in answers(found) if answer.reached is not None and timed]
+    reached = [a for a in answers(found) if (a.reached is not None or a.unsteady) and timed]
     if reached:
         console.print(_targets(reached), "")
     if timed:
@@ -204,7 +205,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print()
     if any(map(noise.is_wide, table.rows)):
         console.print(Text(noise.LEGEND))
-    for warning in noise.warnings(found):
+    for warning in filter(None, (noise.unsteady(found), *noise.warnings(found))):
         console.print(Text(f"warning: {warning}", style="yellow"))
     _say(console, "left out", found["left_out"], "yellow")
     _say(console, "wrong, or failed", found["wrong"], "bold red")
@@ -281,7 +282,10 @@ def _targets(reached: Sequence[Answer]) -> Table:
             "–" if bound is None else f"{bound:.3g}" for bound in (target.ask, target.stretch)
         )
         table.add_row(
-            Text(target.name), f"{point.value:.3g}" if point else "", *bounds, _verdict(answer)
+            Text(target.name),
+            f"{point.value:.3g}" if point else "unsteady",
+            *bounds,
+            _verdict(answer),
         )
     return table
 
