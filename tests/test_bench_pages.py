@@ -287,8 +287,9 @@ def test_the_host_beside_vllm_shows_how_and_each_width():
         host("remap", "auto, outputs allocated", 21.5),
         host("flat_row_view", "auto, outputs allocated", 3.0, topk=0), kind="compare",
     )  # fmt: skip
-    text = pages.beside_vllm(found | {"host_method": "in 3 rounds"})
+    text = pages.beside_vllm(found | {"host_method": "in 3 rounds", "compiled": {}})
     assert "~" not in text
+    assert "Kernels compiled" not in text
     assert "Beware" not in text
     for told in (
         "compare-test.json", "Timed in 3 rounds.",
@@ -304,7 +305,10 @@ def test_times_that_are_noise_are_told_from_others():
         host("remap", "auto", 14.0, low=13.9, high=14.2),
         host("remap", "vllm 0.33.0", 60.0, low=50.0, high=70.0),
     ]
-    text = pages.beside_vllm(record(*rows, kind="compare") | {"host_method": "in 3 rounds"})
+    compiled = {"vllm 0.33.0": {"remap": 5, "workspace": 3}, "triton": {"remap": 10}}
+    told = {"host_method": "in 3 rounds", "compiled": compiled}
+    text = pages.beside_vllm(record(*rows, kind="compare") | told)
+    assert "in 3 rounds. Kernels compiled for it: vllm 0.33.0: 8, triton: 10." in text
     assert "| remap | 14.0 | ~60.0 |" in text
     assert "~: the quartiles are more than 25% of the median apart." in text
     assert "Beware: 1 of 2 times on the host or the CPU have quartiles more than 25%" in text

@@ -181,12 +181,11 @@ def asked(found: Sequence[Record]) -> str:
     )
     timed = ((record["file"], _timed(Table(rows_of(record)))) for record in found)
     told = [f"- `{name}`: {wording.measured(rows)}" for name, rows in timed if rows]
-    noted = [
-        f"- `{record['file']}`: {text}." for record in found if (text := noise.unsteady(record))
-    ]
-    return "\n".join(
-        [*body, "", *noted, *([""] * bool(noted)), "Shapes that were timed, by record:", "", *told]
-    )
+    parts = [*body, "", "Shapes that were timed, by record:", "", *told]
+    noted = [(record["file"], noise.unsteady(record)) for record in found]
+    if any(text for _, text in noted):
+        parts += ["", *(f"- `{name}`: {text}." for name, text in noted if text)]
+    return "\n".join(parts)
 
 
 def beside_vllm(record: Record | None) -> str:
@@ -194,8 +193,10 @@ def beside_vllm(record: Record | None) -> str:
     if record is None or "host_method" not in record:  # older records compare unlike calls
         return "Not measured yet."
     where = f"{_where(record)}. Record: `benchmarks/results/{record['file']}`."
-    kernels = (f"{who} {sum(of.values())}" for who, of in record.get("compiled", {}).items())
-    method = f"Timed {record['host_method']}. Kernels compiled for it: {', '.join(kernels)}."
+    method = f"Timed {record['host_method']}."
+    kernels = ", ".join(f"{who}: {sum(of.values())}" for who, of in record["compiled"].items())
+    if kernels:
+        method += f" Kernels compiled for it: {kernels}."
     table = Table(rows_of(record))
     lines = _host_lines(table)
     return "\n".join([where, method, *lines, *_noise(record, table.find("host_us"))])

@@ -119,8 +119,8 @@ def bench(
     Every result is compared with the torch backend's before it is timed. Time on a GPU is by replay
     of CUDA graphs over inputs that are walked in turn; time on the host by a loop that never waits.
     Random data; medians of contenders measured in turn; ~ marks those whose quartiles are too far
-    apart to answer a target. Ctrl-C (or SIGTERM) ends it early: what was
-    measured until then is shown and written all the same.
+    apart to answer a target. Ctrl-C (or SIGTERM) ends it early: what was measured until then is
+    shown and written all the same.
 
     **Examples**
 
